@@ -1,0 +1,1 @@
+"""Client of the MiMo-Audio tokenizer service."""

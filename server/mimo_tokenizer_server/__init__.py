@@ -1,0 +1,1 @@
+"""The server that owns the MiMo-Audio tokenizer's weights, and the command `mimo-tokenizer`."""
