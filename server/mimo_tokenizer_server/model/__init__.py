@@ -1,0 +1,1 @@
+"""The MiMo-Audio tokenizer in PyTorch; knows nothing of gRPC, threads or queues."""
