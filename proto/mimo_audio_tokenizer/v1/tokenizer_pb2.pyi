@@ -812,6 +812,7 @@ class Limits(google.protobuf.message.Message):
     MAX_FRAMES_FIELD_NUMBER: builtins.int
     MAX_GROUP_SIZE_FIELD_NUMBER: builtins.int
     MAX_QUEUED_FRAMES_FIELD_NUMBER: builtins.int
+    MAX_CONCURRENT_CALLS_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     """Of one message, request or answer."""
     max_items: builtins.int
@@ -826,6 +827,8 @@ class Limits(google.protobuf.message.Message):
     max_group_size: builtins.int
     max_queued_frames: builtins.int
     """Frames that may be queued or computed at a time, over all calls."""
+    max_concurrent_calls: builtins.int
+    """Calls in progress at a time; GetInfo and health checks are not counted."""
     def __init__(
         self,
         *,
@@ -839,7 +842,8 @@ class Limits(google.protobuf.message.Message):
         max_frames: builtins.int = ...,
         max_group_size: builtins.int = ...,
         max_queued_frames: builtins.int = ...,
+        max_concurrent_calls: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_audio_seconds", b"max_audio_seconds", "max_channels", b"max_channels", "max_frames", b"max_frames", "max_group_size", b"max_group_size", "max_items", b"max_items", "max_message_bytes", b"max_message_bytes", "max_queued_frames", b"max_queued_frames", "max_sample_rate", b"max_sample_rate", "min_audio_samples", b"min_audio_samples", "min_sample_rate", b"min_sample_rate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_audio_seconds", b"max_audio_seconds", "max_channels", b"max_channels", "max_concurrent_calls", b"max_concurrent_calls", "max_frames", b"max_frames", "max_group_size", b"max_group_size", "max_items", b"max_items", "max_message_bytes", b"max_message_bytes", "max_queued_frames", b"max_queued_frames", "max_sample_rate", b"max_sample_rate", "min_audio_samples", b"min_audio_samples", "min_sample_rate", b"min_sample_rate"]) -> None: ...
 
 global___Limits = Limits

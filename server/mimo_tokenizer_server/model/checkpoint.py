@@ -46,12 +46,13 @@ class Source:
     revision: str
 
 
-def locate(model: str, revision: str | None) -> Source:
+def locate(model: str, revision: str | None, *, weights: bool = True) -> Source:
     """Find a model: a local folder, or a Hugging Face hub id, fetched into the hub's cache if it isn't there.
 
     Args:
         model: a path, or an id such as "organization/name".
         revision: branch, tag or commit on the hub; None for its default.
+        weights: False to fetch the config alone.
 
     Raises:
         CheckpointError: no such folder, or the hub does not give it.
@@ -68,9 +69,8 @@ def locate(model: str, revision: str | None) -> Source:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        snapshot = snapshot_download(
-            model, revision=revision, allow_patterns=["config.json", "*.safetensors", INDEX_FILE]
-        )
+        patterns = ["config.json", "*.safetensors", INDEX_FILE] if weights else ["config.json"]
+        snapshot = snapshot_download(model, revision=revision, allow_patterns=patterns)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(

@@ -1,0 +1,132 @@
+"""Where the server listens: a Unix socket or a TCP port, checked before gRPC sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# sizeof(sockaddr_un.sun_path) on Linux is 108 with the closing zero.
+_MAX_SOCKET_PATH = 107
+
+
+class AddressError(ValueError):
+    """An address that cannot be listened on; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Either a Unix socket's path, or a host and port (0: any free one)."""
+
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @property
+    def target(self) -> str:
+        """As gRPC writes it."""
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.path is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse(text: str) -> Address:
+    """Read "unix:///path", "host:port" or ":port" (loopback).
+
+    Raises:
+        AddressError: it is none of these.
+    """
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        path = path.removeprefix("//") if path.startswith("///") else path
+        if not path or path.startswith("//"):
+            raise AddressError(f"address {text!r} is no Unix socket; write unix:///absolute/path")
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+            raise AddressError(f"the socket's path {path} is longer than the {_MAX_SOCKET_PATH} bytes a system takes")
+        return Address(path=Path(path))
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/]*)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > 65535:
+        raise AddressError(f"address {text!r} is neither unix:///path nor host:port (an IPv6 host in brackets)")
+    return Address(host=match[1] or match[2] or "127.0.0.1", port=int(match[3]))
+
+
+@contextlib.contextmanager
+def reserve(address: Address, socket_mode: int) -> Iterator[None]:
+    """Make way for a server that binds to `address` in the body.
+
+    A socket that nobody listens on is removed; the new one gets the permissions `socket_mode` from its first moment.
+
+    Raises:
+        AddressError: somebody listens there, or the socket cannot be made.
+    """
+    if address.path is None:
+        _check_port(address)
+        yield
+        return
+    path = address.path
+    _remove_stale(path)
+    if not path.parent.is_dir():
+        raise AddressError(f"cannot make the socket {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise AddressError(f"cannot make the socket {path}: the folder {path.parent} is not writable for this user")
+    before = os.umask(0o777 & ~socket_mode)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise AddressError(f"cannot use the socket {path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise AddressError(f"{path} exists and is no socket; it is left alone")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise AddressError(f"cannot tell whether a server listens on {path}: {error}") from error
+        else:
+            raise AddressError(f"a server already listens on {path}")
+
+
+def _check_port(address: Address) -> None:
+    """Ask the system why a port cannot be had; gRPC says only that it failed."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise AddressError(f"cannot listen on {address.target}: {error.strerror or error}") from error
+    family, kind, protocol, _, where = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(where)
+        except OSError as error:
+            reason = "a server already listens there" if error.errno == errno.EADDRINUSE else error.strerror
+            raise AddressError(f"cannot listen on {address.target}: {reason}") from error

@@ -1,0 +1,337 @@
+"""The command `mimo-tokenizer`: flags and environment in, exit status out."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from mimo_tokenizer_client import ServerInfo, TokenizerClient, TokenizerError
+
+from . import audio_files
+from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# A command, unlike a program that embeds the client, has a person waiting.
+_UNAVAILABLE_SECONDS = 3.0
+
+EXIT_STATUSES = """
+\b
+Exit status: 0 after SIGTERM or SIGINT; 1 if the server cannot start (checkpoint, address);
+2 for wrong flags or a device that is not there; 3 after a device failure: restart it.
+"""
+
+
+def _option(flag: str, **attributes: Any) -> Callable[[F], F]:
+    """A flag, and the environment variable of the same name."""
+    name = ENVIRONMENT_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+    return click.option(flag, envvar=name, show_envvar=True, show_default=True, **attributes)
+
+
+_address = _option("--address", default=DEFAULT_ADDRESS, help="Where the server listens: unix:///path or host:port.")
+
+
+def _octal(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
+    try:
+        mode = int(text, 8)
+    except ValueError:
+        mode = -1
+    if not 0 <= mode <= 0o777:
+        raise click.BadParameter(f"{text!r} is no octal file mode, such as 660")
+    return mode
+
+
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+_timeout = click.option("--timeout", type=_POSITIVE, help="Seconds for the call.  [default: grows with the audio]")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="mimo-audio-tokenizer-service", prog_name="mimo-tokenizer")
+def cli() -> None:
+    """MiMo-Audio's tokenizer: sound to codes and back, served over gRPC by a process pinned to one device."""
+
+
+@cli.command(epilog=EXIT_STATUSES)
+@_option(
+    "--model",
+    default=None,
+    help="Checkpoint: a folder with config.json and model.safetensors, or a Hugging Face hub id. With --load-format"
+    f" dummy also a JSON file or one of the built-in configs: {', '.join(BUILT_IN_MODELS)}.",
+)
+@_option("--revision", help="Branch, tag or commit of a hub id.")
+@_option(
+    "--load-format",
+    type=click.Choice(["safetensors", "dummy"]),
+    default="safetensors",
+    help="dummy: seeded random weights, for benchmarks and tests; codes and sound carry no meaning.",
+)
+@_option("--seed", type=click.IntRange(min=0), default=0, help="Of dummy weights.")
+@_option(
+    "--device", default="auto", help="cpu, cuda (its first device), cuda:N, or auto: the first accelerator, else cpu."
+)
+@_option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    help="Of the weights; auto: float32 on cpu, bfloat16 elsewhere. Quantizer and ISTFT are always float32.",
+)
+@_option(
+    "--address",
+    default=DEFAULT_ADDRESS,
+    help="Where to listen: unix:///path (for a sidecar; a stale socket is replaced), or host:port. A host that is not"
+    " loopback lets everybody in who reaches it.",
+)
+@_option(
+    "--socket-mode",
+    default="660",
+    callback=_octal,
+    help="Permissions of a Unix socket, octal.",
+)
+@_option(
+    "--max-message-mib", type=click.IntRange(1, 1024), default=64, help="Largest message, request or answer, in MiB."
+)
+@_option(
+    "--max-audio-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=None,
+    help="Longest recording.  [default: the model's]",
+)
+@_option(
+    "--max-queued-frames",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Code frames (25 a second) queued at a time.  [default: two of the longest recordings]",
+)
+@_option("--max-concurrent-calls", type=click.IntRange(min=1), default=128, help="Calls in progress at a time.")
+@_option(
+    "--grace-seconds",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    help="How long calls may take to finish after SIGTERM.",
+)
+@_option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="debug: a line for each request.",
+)
+@_option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of the log on standard error.")
+def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
+    """Load the model on one device and serve it until SIGTERM."""
+    from .telemetry import configure_logging
+
+    if model is None:
+        if flags["load_format"] != "dummy":
+            raise click.UsageError("--model is missing: a folder, a hub id, or --load-format dummy for random weights")
+        model = "published"
+    config = ServeConfig(model=model, max_message_bytes=max_message_mib * MIB, **flags)
+    configure_logging(config.log_level, config.log_format)
+    try:
+        import grpc_health  # noqa: F401
+        import torch
+        import torchaudio  # noqa: F401
+    except ModuleNotFoundError as error:
+        _fail(f"serving needs {error.name}: pip install 'mimo-audio-tokenizer-service[server]'")
+    except (ImportError, OSError, RuntimeError) as error:
+        _fail(_broken_pair(error))
+    from .device import DeviceError, resolve
+    from .model.checkpoint import CheckpointError
+    from .model.config import ConfigError
+
+    try:
+        resolve(config.device)
+    except DeviceError as error:
+        raise click.UsageError(f"--device: {error}") from None
+    from .address import AddressError
+    from .server import serve as run
+
+    try:
+        status = asyncio.run(run(config))
+    except (AddressError, CheckpointError, ConfigError, torch.OutOfMemoryError) as error:
+        _fail(str(error))
+    sys.exit(status)
+
+
+@cli.command()
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+@_address
+@click.option(
+    "--num-quantizers", type=click.IntRange(min=1), help="Codebooks wanted, counted from the first. [default: all]"
+)
+@click.option("--group-size", type=click.IntRange(min=1), help="Pad the frames to a multiple of this. [default: 1]")
+@_timeout
+def encode(
+    source: Path, target: Path, address: str, num_quantizers: int | None, group_size: int | None, timeout: float | None
+) -> None:
+    """Encode a sound file (whatever soundfile reads) to an .npz of codes."""
+    with _client(address) as client:
+        waveform, rate = audio_files.read(source)
+        info = client.info()
+        started = time.monotonic()
+        with _busy(f"encoding {_seconds(waveform, rate)}"):
+            codes = client.encode(waveform, rate, num_quantizers=num_quantizers, group_size=group_size, timeout=timeout)
+        audio_files.write_codes(target, codes, info, waveform.shape[-1], rate)
+    _report(codes, waveform.shape[-1] / rate, time.monotonic() - started, info)
+    click.echo(f"wrote {target}")
+
+
+@cli.command()
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+@_address
+@_timeout
+def decode(source: Path, target: Path, address: str, timeout: float | None) -> None:
+    """Decode an .npz of codes to a sound file; refuses codes of another model than the server's."""
+    stored = audio_files.read_codes(source)
+    with _client(address, stored.fingerprint) as client:
+        info = client.info()
+        started = time.monotonic()
+        with _busy(f"decoding {stored.codes.shape[1]} frames"):
+            samples = client.decode(stored.codes, timeout=timeout)
+    audio_files.write(target, samples, info.model.sample_rate)
+    _report(stored.codes, len(samples) / info.model.sample_rate, time.monotonic() - started, info)
+    click.echo(f"wrote {target}")
+
+
+@cli.command()
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+@_address
+@click.option("--num-quantizers", type=click.IntRange(min=1), help="Codebooks to go through. [default: all]")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of both: waveforms and mel spectrograms."
+)
+@_timeout
+def roundtrip(
+    source: Path, target: Path, address: str, num_quantizers: int | None, plot: Path | None, timeout: float | None
+) -> None:
+    """Encode a sound file and decode its codes; what comes back is as long as what went in."""
+    with _client(address) as client:
+        waveform, rate = audio_files.read(source)
+        info = client.info()
+        started = time.monotonic()
+        with _busy(f"encoding {_seconds(waveform, rate)}"):
+            codes = client.encode(waveform, rate, num_quantizers=num_quantizers, timeout=timeout)
+        with _busy(f"decoding {codes.shape[1]} frames"):
+            samples = client.decode(codes, timeout=timeout)
+    seconds = time.monotonic() - started
+    samples = audio_files.fit(samples, -(-waveform.shape[-1] * info.model.sample_rate // rate))
+    audio_files.write(target, samples, info.model.sample_rate)
+    _report(codes, waveform.shape[-1] / rate, seconds, info)
+    click.echo(f"wrote {target}")
+    if plot is not None:
+        from .picture import draw
+
+        draw(plot, [(source.name, waveform, rate), (target.name, samples, info.model.sample_rate)])
+        click.echo(f"wrote {plot}")
+
+
+@cli.command()
+@_address
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(address: str, as_json: bool) -> None:
+    """Print what the server runs, where, and what it allows."""
+    with _client(address) as client:
+        facts = audio_files.plain(client.info())
+    if as_json:
+        import json
+
+        click.echo(json.dumps(facts, indent=2))
+        return
+    table = Table(show_header=False, box=None)
+    for section, values in facts.items():
+        for name, value in values.items():
+            table.add_row(f"{section}.{name}", str(value))
+    Console().print(table)
+
+
+@cli.command()
+@_address
+@click.option("--wait", type=click.FloatRange(min=0), default=0.0, help="Seconds to wait for the server to be ready.")
+def health(address: str, wait: float) -> None:
+    """Exit with 0 if the server is ready, with 1 and a sentence if not; for container health checks."""
+    with _client(address) as client:
+        if wait:
+            client.wait_until_ready(wait)
+        elif not client.health():
+            _fail(f"the server at {address} is not ready: it is starting or draining, or it is not there")
+    click.echo("ready")
+
+
+# ---------------------------------------------------------------- what the commands share
+
+
+@contextmanager
+def _client(address: str, fingerprint: str | None = None) -> Iterator[TokenizerClient]:
+    """A client whose errors end the command with one sentence and exit status 1."""
+    try:
+        with TokenizerClient(
+            address, fingerprint=fingerprint, name="mimo-tokenizer", unavailable_timeout=_UNAVAILABLE_SECONDS
+        ) as client:
+            yield client
+    except (TokenizerError, audio_files.FileError) as error:
+        _fail(str(error))
+
+
+def _fail(sentence: str) -> Any:
+    click.echo(f"mimo-tokenizer: {sentence}", err=True)
+    sys.exit(1)
+
+
+@contextmanager
+def _busy(what: str) -> Iterator[None]:
+    """Show on a terminal that something long is going on, and for how long."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+def _seconds(waveform: npt.NDArray[Any], rate: int) -> str:
+    return f"{waveform.shape[-1] / rate:.2f} s of sound"
+
+
+def _report(codes: npt.NDArray[np.uint16], audio_seconds: float, seconds: float, info: ServerInfo) -> None:
+    model = info.model
+    rows, frames = codes.shape
+    bits = sum(float(np.log2(size)) for size in model.codebook_sizes[:rows])
+    frame_rate = model.sample_rate / model.samples_per_frame
+    click.echo(
+        f"{audio_seconds:.2f} s of sound, {frames} frames of {rows} codes ({bits * frame_rate:.0f} bits per second),"
+        f" in {seconds:.2f} s: real-time factor {seconds / audio_seconds:.3f}, {model.id} on {info.device.device}"
+        f" ({info.device.dtype})"
+    )
+    if model.random_weights:
+        click.echo("The server runs random weights: what it gives is noise until it is started with a checkpoint.")
+
+
+def _broken_pair(error: Exception) -> str:
+    """One sentence about a PyTorch and a torchaudio that do not load together."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "?"
+
+    return (
+        f"torch {of('torch')} and torchaudio {of('torchaudio')} do not load together"
+        f" ({str(error).strip().splitlines()[0]}); torchaudio's wheels need a CUDA build of torch, on a CPU too:"
+        " pip install 'torch>=2.11' 'torchaudio>=2.11' gets a pair that works"
+    )

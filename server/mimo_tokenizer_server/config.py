@@ -1,0 +1,56 @@
+"""What `mimo-tokenizer serve` is told, as one frozen object; `cli.py` fills it from flags and environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# Configurations that ship with the server, for `--load-format dummy`.
+BUILT_IN_MODELS = {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
+
+# An environment variable is this and the flag's name: --device is MIMO_AUDIO_TOKENIZER_DEVICE.
+ENVIRONMENT_PREFIX = "MIMO_AUDIO_TOKENIZER_"
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Settings of one server process.
+
+    Attributes:
+        model: a folder, a hub id, or for dummy weights also the name of a built-in config or a JSON file.
+        revision: branch, tag or commit of a hub id.
+        load_format: "safetensors" or "dummy".
+        seed: of dummy weights.
+        device: as `device.resolve` takes it.
+        dtype: as `device.dtype_of` takes it.
+        address: "unix:///path" or "host:port".
+        socket_mode: permissions of a Unix socket.
+        max_message_bytes: of one message, request or answer.
+        max_audio_seconds: longest recording; None for the model's own limit.
+        max_queued_frames: code frames queued or computed at a time, over all calls; None for twice the longest
+            recording's.
+        max_concurrent_calls: calls of the tokenizer's own methods at a time.
+        grace_seconds: how long calls in flight may take to finish after SIGTERM.
+        log_level: least level that is logged.
+        log_format: "text" or "json".
+    """
+
+    model: str = "published"
+    revision: str | None = None
+    load_format: str = "safetensors"
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    address: str = DEFAULT_ADDRESS
+    socket_mode: int = 0o660
+    max_message_bytes: int = 64 * MIB
+    max_audio_seconds: float | None = None
+    max_queued_frames: int | None = None
+    max_concurrent_calls: int = 128
+    grace_seconds: float = 30.0
+    log_level: str = "info"
+    log_format: str = "text"

@@ -1,0 +1,145 @@
+"""One server process, from its flags to its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
+from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
+
+from . import address as addresses
+from .config import ServeConfig
+from .engine import Engine
+from .scheduler import Scheduler
+from .service import Limits, TokenizerServicer
+from .telemetry import log
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AudioTokenizer"].full_name
+
+EXIT_OK = 0
+EXIT_DEVICE_FAILURE = 3
+
+
+def _options(config: ServeConfig) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        # With it two servers on one port share its connections, without a word.
+        ("grpc.so_reuseport", 0),
+        # Let clients notice a dead connection within a minute without being sent away for asking.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+
+
+class Server:
+    """Binds, loads, serves until told to stop.
+
+    Args:
+        config: the process's settings.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._address = addresses.parse(config.address)
+        self._exit_status = EXIT_OK
+        self._stopping = asyncio.Event()
+        self._scheduler = Scheduler(
+            lambda: Engine(config),
+            lambda info: config.max_queued_frames or 2 * Limits.of(config, info).max_frames,
+            self._device_failed,
+        )
+        self._health = health.aio.HealthServicer()
+        self._grpc = grpc.aio.server(options=_options(config))
+        tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(TokenizerServicer(self._scheduler, config), self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT.
+
+        Returns:
+            The exit status: 0, or 3 after a device failure.
+
+        Raises:
+            AddressError, DeviceError, ConfigError, CheckpointError: the server cannot start; the sentence says why.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._bind()
+        try:
+            loading = asyncio.ensure_future(self._scheduler.start())
+            stopping = asyncio.ensure_future(self._stopping.wait())
+            await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+                await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+                log(logging.INFO, "serving", address=self._address.target, pid=os.getpid())
+            await stopping
+        finally:
+            await self._shut_down()
+        return self._exit_status
+
+    async def _bind(self) -> None:
+        """Listen. Until the model is loaded, calls are answered with UNAVAILABLE and health with NOT_SERVING."""
+        with addresses.reserve(self._address, self._config.socket_mode):
+            try:
+                port = self._grpc.add_insecure_port(self._address.target)
+            except RuntimeError as error:
+                raise addresses.AddressError(f"cannot listen on {self._address.target}: {error}") from error
+            await self._grpc.start()
+        if self._address.path is None:
+            self._address = addresses.Address(host=self._address.host, port=port)
+        if not self._address.is_loopback:
+            log(
+                logging.WARNING,
+                "anybody who reaches this address can use the server: it asks for no credentials",
+                address=self._address.target,
+            )
+        log(logging.INFO, "listening", address=self._address.target)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in (health.OVERALL_HEALTH, SERVICE_NAME):
+            await self._health.set(name, status)
+
+    async def _shut_down(self) -> None:
+        await self._health.enter_graceful_shutdown()
+        # After a device failure there is nothing to wait for but the answers that say so.
+        grace = self._config.grace_seconds if self._exit_status == EXIT_OK else 1.0
+        await self._grpc.stop(grace)
+        idle = await self._scheduler.close(timeout=1.0)
+        if self._address.path is not None:
+            self._address.path.unlink(missing_ok=True)
+        log(logging.INFO, "stopped", exit_status=self._exit_status)
+        if not idle:
+            # Nobody waits any more for what the device thread is at, and it cannot be told to leave off.
+            logging.shutdown()
+            os._exit(self._exit_status)
+
+    def _signalled(self, number: int) -> None:
+        if self._stopping.is_set():
+            log(logging.WARNING, "second signal: stopping at once", signal=signal.Signals(number).name)
+            os._exit(128 + number)
+        log(logging.INFO, "stopping", signal=signal.Signals(number).name, grace_seconds=self._config.grace_seconds)
+        self._stopping.set()
+
+    def _device_failed(self) -> None:
+        self._exit_status = EXIT_DEVICE_FAILURE
+        self._stopping.set()
+
+
+async def serve(config: ServeConfig) -> int:
+    """Run a server; see `Server.run`."""
+    return await Server(config).run()
