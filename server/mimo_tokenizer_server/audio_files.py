@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 import soundfile
@@ -17,8 +18,8 @@ import soundfile
 from mimo_tokenizer_client import ServerInfo
 
 
-class FileError(Exception):
-    """A file that cannot be read or written; the sentence names it."""
+class FileError(click.ClickException):
+    """A file that cannot be read or written; the sentence names it, and the command ends with it."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,26 @@ def read(path: Path) -> tuple[npt.NDArray[Any], int]:
             dtype = "int16" if file.subtype == "PCM_16" else "float32"
             samples = file.read(dtype=dtype, always_2d=True)
             rate = file.samplerate
-    except (soundfile.SoundFileError, OSError) as error:
+    except (soundfile.SoundFileError, OSError, TypeError) as error:  # TypeError: headerless, by its ending
         raise FileError(f"cannot read {path} as a sound file: {error}") from error
     if not len(samples):
         raise FileError(f"{path} holds no samples")
     return np.ascontiguousarray(samples.T), rate
+
+
+def format_of(path: Path) -> str:
+    """What soundfile calls the format that the file's ending names.
+
+    Raises:
+        FileError: it names none that soundfile writes.
+    """
+    # RAW would keep neither rate nor type, SD2 needs a second file by its side.
+    known = sorted(soundfile.available_formats().keys() - {"RAW", "SD2"})
+    ending = path.suffix[1:].upper()
+    kind = {"OGA": "OGG"}.get(ending, ending)
+    if kind not in known:
+        raise FileError(f"cannot write {path}: its ending names none of {', '.join(known).lower()}")
+    return kind
 
 
 def write(path: Path, samples: npt.NDArray[np.float32], rate: int) -> None:
@@ -56,10 +72,7 @@ def write(path: Path, samples: npt.NDArray[np.float32], rate: int) -> None:
     Raises:
         FileError: the ending names no format that soundfile writes, or the file cannot be written.
     """
-    known = soundfile.available_formats()
-    kind = {"OGA": "OGG"}.get(path.suffix[1:].upper(), path.suffix[1:].upper())
-    if kind not in known:
-        raise FileError(f"cannot write {path}: its ending names none of {', '.join(sorted(known)).lower()}")
+    kind = format_of(path)
 
     def save(file: IO[bytes]) -> None:
         soundfile.write(file, samples, rate, format=kind)
@@ -96,31 +109,40 @@ def read_codes(path: Path) -> StoredCodes:
         FileError: it is no such file.
     """
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if "codes" not in stored:
-                raise FileError(f"{path} holds no array named 'codes'")
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise ValueError("it is a single array")
+        with loaded as stored:
+            codes = stored.get("codes")
             fingerprint = str(stored["fingerprint"]) if "fingerprint" in stored else None
-            return StoredCodes(stored["codes"], fingerprint)
-    except (OSError, ValueError, EOFError, AttributeError) as error:
+    except Exception as error:  # zipfile, zlib and numpy each have their own for a file that is damaged
         raise FileError(f"cannot read {path} as an .npz of codes: {error}") from error
-
-
-def plain(value: Any) -> Any:
-    """A dataclass as dictionaries and lists, as JSON takes them."""
-    return dataclasses.asdict(value)
+    if codes is None:
+        raise FileError(f"{path} holds no array named 'codes'")
+    if codes.ndim != 2:
+        raise FileError(f"the codes in {path} have shape {codes.shape}, not (num_quantizers, frames)")
+    return StoredCodes(codes, fingerprint)
 
 
 def _replace(path: Path, save: Callable[[IO[bytes]], None]) -> None:
     """Write a file next to its place and move it there: never half of it, never an old one destroyed for nothing."""
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        place = path.resolve()  # what a link points to
+        if place.exists() and not place.is_file():
+            # A device or a pipe is written to, never replaced.
+            with tempfile.TemporaryFile() as whole, open(place, "wb") as target:
+                save(whole)
+                whole.seek(0)
+                shutil.copyfileobj(whole, target)
+            return
+        descriptor, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
         try:
             with open(descriptor, "wb") as file:
                 save(file)
             mask = os.umask(0)
             os.umask(mask)
             os.chmod(name, 0o666 & ~mask)
-            os.replace(name, path)
+            os.replace(name, place)
         except BaseException:
             os.unlink(name)
             raise

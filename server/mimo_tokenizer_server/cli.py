@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +15,9 @@ from typing import Any, TypeVar
 import click
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
 
 from mimo_tokenizer_client import ServerInfo, TokenizerClient, TokenizerError
 
-from . import audio_files
 from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,7 +51,23 @@ def _octal(_context: click.Context, _parameter: click.Parameter, text: str) -> i
     return mode
 
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+class _Seconds(click.FloatRange):
+    """A range of seconds; NaN, which compares as neither too few nor too many, is in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read a number."""
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is no number of seconds", param, ctx)
+        return seconds
+
+
+# More than anybody means, and less than makes a count of frames or calls outgrow its field in GetInfo's answer.
+_MAX_AUDIO_SECONDS = 1_000_000
+_MAX_COUNT = 2**32 - 1
+_DAY = 86_400
+
+_POSITIVE = _Seconds(min=0, min_open=True)
 _timeout = click.option("--timeout", type=_POSITIVE, help="Seconds for the call.  [default: grows with the audio]")
 
 
@@ -103,20 +118,20 @@ def cli() -> None:
 )
 @_option(
     "--max-audio-seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Seconds(min=0, max=_MAX_AUDIO_SECONDS, min_open=True),
     default=None,
     help="Longest recording.  [default: the model's]",
 )
 @_option(
     "--max-queued-frames",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, _MAX_COUNT),
     default=None,
     help="Code frames (25 a second) queued at a time.  [default: two of the longest recordings]",
 )
-@_option("--max-concurrent-calls", type=click.IntRange(min=1), default=128, help="Calls in progress at a time.")
+@_option("--max-concurrent-calls", type=click.IntRange(1, _MAX_COUNT), default=128, help="Calls in progress at a time.")
 @_option(
     "--grace-seconds",
-    type=click.FloatRange(min=0),
+    type=_Seconds(0, _DAY),
     default=30.0,
     help="How long calls may take to finish after SIGTERM.",
 )
@@ -142,9 +157,11 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         import torch
         import torchaudio  # noqa: F401
     except ModuleNotFoundError as error:
-        _fail(f"serving needs {error.name}: pip install 'mimo-audio-tokenizer-service[server]'")
+        raise click.ClickException(
+            f"serving needs {error.name}: pip install 'mimo-audio-tokenizer-service[server]'"
+        ) from None
     except (ImportError, OSError, RuntimeError) as error:
-        _fail(_broken_pair(error))
+        raise click.ClickException(_broken_pair(error)) from None
     from .device import DeviceError, resolve
     from .model.checkpoint import CheckpointError
     from .model.config import ConfigError
@@ -159,7 +176,7 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     try:
         status = asyncio.run(run(config))
     except (AddressError, CheckpointError, ConfigError, torch.OutOfMemoryError) as error:
-        _fail(str(error))
+        raise click.ClickException(str(error)) from None
     sys.exit(status)
 
 
@@ -176,6 +193,8 @@ def encode(
     source: Path, target: Path, address: str, num_quantizers: int | None, group_size: int | None, timeout: float | None
 ) -> None:
     """Encode a sound file (whatever soundfile reads) to an .npz of codes."""
+    from . import audio_files
+
     with _client(address) as client:
         waveform, rate = audio_files.read(source)
         info = client.info()
@@ -194,6 +213,9 @@ def encode(
 @_timeout
 def decode(source: Path, target: Path, address: str, timeout: float | None) -> None:
     """Decode an .npz of codes to a sound file; refuses codes of another model than the server's."""
+    from . import audio_files
+
+    audio_files.format_of(target)
     stored = audio_files.read_codes(source)
     with _client(address, stored.fingerprint) as client:
         info = client.info()
@@ -218,6 +240,9 @@ def roundtrip(
     source: Path, target: Path, address: str, num_quantizers: int | None, plot: Path | None, timeout: float | None
 ) -> None:
     """Encode a sound file and decode its codes; what comes back is as long as what went in."""
+    from . import audio_files
+
+    audio_files.format_of(target)
     with _client(address) as client:
         waveform, rate = audio_files.read(source)
         info = client.info()
@@ -244,12 +269,15 @@ def roundtrip(
 def info(address: str, as_json: bool) -> None:
     """Print what the server runs, where, and what it allows."""
     with _client(address) as client:
-        facts = audio_files.plain(client.info())
+        facts = dataclasses.asdict(client.info())
     if as_json:
         import json
 
         click.echo(json.dumps(facts, indent=2))
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(show_header=False, box=None)
     for section, values in facts.items():
         for name, value in values.items():
@@ -259,14 +287,16 @@ def info(address: str, as_json: bool) -> None:
 
 @cli.command()
 @_address
-@click.option("--wait", type=click.FloatRange(min=0), default=0.0, help="Seconds to wait for the server to be ready.")
+@click.option("--wait", type=_Seconds(0, _DAY), default=0.0, help="Seconds to wait for the server to be ready.")
 def health(address: str, wait: float) -> None:
     """Exit with 0 if the server is ready, with 1 and a sentence if not; for container health checks."""
     with _client(address) as client:
         if wait:
             client.wait_until_ready(wait)
         elif not client.health():
-            _fail(f"the server at {address} is not ready: it is starting or draining, or it is not there")
+            raise click.ClickException(
+                f"the server at {address} is not ready: it is starting or draining, or it is not there"
+            )
     click.echo("ready")
 
 
@@ -281,18 +311,14 @@ def _client(address: str, fingerprint: str | None = None) -> Iterator[TokenizerC
             address, fingerprint=fingerprint, name="mimo-tokenizer", unavailable_timeout=_UNAVAILABLE_SECONDS
         ) as client:
             yield client
-    except (TokenizerError, audio_files.FileError) as error:
-        _fail(str(error))
-
-
-def _fail(sentence: str) -> Any:
-    click.echo(f"mimo-tokenizer: {sentence}", err=True)
-    sys.exit(1)
+    except TokenizerError as error:
+        raise click.ClickException(str(error)) from None
 
 
 @contextmanager
 def _busy(what: str) -> Iterator[None]:
     """Show on a terminal that something long is going on, and for how long."""
+    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

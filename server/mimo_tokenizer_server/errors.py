@@ -67,5 +67,6 @@ def invalid(
 
 def too_large(field: str, value: float, limit: float, unit: str, hint: str = "") -> RequestError:
     """A field over a stated limit, which the same request will always be."""
-    message = f"{field} is {value:g} {unit}; the limit is {limit:g} {unit}{f'; {hint}' if hint else ''}"
-    return RequestError(Reason.TOO_LARGE, message, field, f"{value:g}", f"at most {limit:g} {unit}", limit)
+    # Ten digits: a whole uint32, and the sample that is too much in half an hour.
+    message = f"{field} is {value:.10g} {unit}; the limit is {limit:.10g} {unit}{f'; {hint}' if hint else ''}"
+    return RequestError(Reason.TOO_LARGE, message, field, f"{value:.10g}", f"at most {limit:.10g} {unit}", limit)

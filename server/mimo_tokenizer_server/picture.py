@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .audio_files import FileError
+
 _MELS = 80
 _WINDOW = 1024
 _MAX_COLUMNS = 1200
@@ -18,8 +20,11 @@ def draw(path: Path, sounds: Sequence[tuple[str, npt.NDArray[Any], int]]) -> Non
     """Draw sounds side by side.
 
     Args:
-        path: written in the format of its ending.
+        path: written in the format of its ending, as PNG if it has none.
         sounds: title, waveform (samples,) or (channels, samples), sample rate.
+
+    Raises:
+        FileError: the ending names no format of matplotlib's, or the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,7 +36,8 @@ def draw(path: Path, sounds: Sequence[tuple[str, npt.NDArray[Any], int]]) -> Non
         mono = _mono(waveform)
         seconds = len(mono) / rate
         upper.plot(np.arange(len(mono)) / rate, mono, linewidth=0.4)
-        upper.set(title=title, ylabel="amplitude", xlim=(0, seconds))
+        upper.set_title(title, parse_math=False)
+        upper.set(ylabel="amplitude", xlim=(0, seconds))
         upper.grid(alpha=0.3)
         mel = log_mel(mono, rate)
         image = lower.imshow(
@@ -39,7 +45,10 @@ def draw(path: Path, sounds: Sequence[tuple[str, npt.NDArray[Any], int]]) -> Non
         )
         lower.set(xlabel="seconds", ylabel="mel band")
         figure.colorbar(image, ax=lower, label="dB")
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, format=path.suffix[1:] or "png", dpi=110)
+    except (OSError, ValueError) as error:
+        raise FileError(f"cannot write {path}: {error}") from error
 
 
 def log_mel(mono: npt.NDArray[np.float64], rate: int) -> npt.NDArray[np.float64]:

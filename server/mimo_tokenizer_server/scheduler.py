@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -80,7 +80,8 @@ class Scheduler:
         self._thread.start()
         self._engine = await asyncio.shield(self._loaded)
         self._limit = self._limit_of(self._engine.info)
-        self._refusal = None
+        if not self._stop:  # closed while it loaded
+            self._refusal = None
         return self._engine.info
 
     @property
@@ -91,7 +92,7 @@ class Scheduler:
             RequestError: it is not there yet, or not any more.
         """
         if self._refusal is not None or self._engine is None:
-            raise self._refusal or RequestError(Reason.NOT_READY, "the server is starting")
+            raise self._refused()
         return self._engine
 
     @property
@@ -107,7 +108,7 @@ class Scheduler:
             RequestError: there is no room, or never will be, or nothing is admitted now.
         """
         if self._refusal is not None:
-            raise self._refusal
+            raise self._refused()
         if frames > self._limit:
             raise RequestError(
                 Reason.TOO_LARGE,
@@ -141,7 +142,7 @@ class Scheduler:
             RequestError: the work failed, its deadline passed while it waited, or the server is going.
         """
         if self._refusal is not None:
-            raise self._refusal
+            raise self._refused()
         job = _Job(work, deadline, self._loop.create_future())
         with self._wake:
             self._jobs.append(job)
@@ -165,13 +166,17 @@ class Scheduler:
             await asyncio.to_thread(self._thread.join, timeout)
         return not self._thread.is_alive()
 
+    def _refused(self) -> RequestError:
+        # One for each call: a raised exception keeps its traceback, and with it the request.
+        return replace(self._refusal or RequestError(Reason.NOT_READY, "the server is starting"))
+
     def _refuse_all(self, refusal: RequestError) -> None:
         self._refusal = refusal
         with self._wake:
             jobs, self._jobs = self._jobs, deque()
         for job in jobs:
             if not job.future.done():
-                job.future.set_exception(refusal)
+                job.future.set_exception(self._refused())
 
     # ------------------------------------------------------------ in the device thread
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -23,6 +24,9 @@ from .service import Limits, TokenizerServicer
 from .telemetry import log
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AudioTokenizer"].full_name
+
+# The empty name stands for the whole process.
+_HEALTH_NAMES = ("", SERVICE_NAME)
 
 EXIT_OK = 0
 EXIT_DEVICE_FAILURE = 3
@@ -42,6 +46,47 @@ def _options(config: ServeConfig) -> list[tuple[str, Any]]:
     ]
 
 
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """`grpc.health.v1` of a process whose services have one status.
+
+    Unlike grpcio-health-checking's servicer it ends the watches when the server drains: they never end of themselves,
+    and the server would wait for them until its grace is over.
+    """
+
+    def __init__(self) -> None:
+        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
+        self._draining = False
+        self._changed = asyncio.Event()
+
+    def set(self, serving: bool, *, draining: bool = False) -> None:
+        """Tell the status from now on; a server that drains has no other after it."""
+        status = health_pb2.HealthCheckResponse
+        self._status = status.SERVING if serving else status.NOT_SERVING
+        self._draining = draining
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """The status now."""
+        if request.service not in _HEALTH_NAMES:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service[:128]!r} here")
+        return health_pb2.HealthCheckResponse(status=self._status)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """The status now, and each further one."""
+        known = request.service in _HEALTH_NAMES
+        told = None
+        while True:
+            draining, changed = self._draining, self._changed
+            status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if status != told:
+                yield health_pb2.HealthCheckResponse(status=status)
+                told = status
+            if draining:
+                return
+            await changed.wait()
+
+
 class Server:
     """Binds, loads, serves until told to stop.
 
@@ -59,7 +104,7 @@ class Server:
             lambda info: config.max_queued_frames or 2 * Limits.of(config, info).max_frames,
             self._device_failed,
         )
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         self._grpc = grpc.aio.server(options=_options(config))
         tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(TokenizerServicer(self._scheduler, config), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -77,7 +122,6 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._bind()
         try:
             loading = asyncio.ensure_future(self._scheduler.start())
@@ -85,7 +129,7 @@ class Server:
             await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
-                await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+                self._health.set(True)
                 log(logging.INFO, "serving", address=self._address.target, pid=os.getpid())
             await stopping
         finally:
@@ -110,18 +154,15 @@ class Server:
             )
         log(logging.INFO, "listening", address=self._address.target)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in (health.OVERALL_HEALTH, SERVICE_NAME):
-            await self._health.set(name, status)
-
     async def _shut_down(self) -> None:
-        await self._health.enter_graceful_shutdown()
+        self._health.set(False, draining=True)
         # After a device failure there is nothing to wait for but the answers that say so.
         grace = self._config.grace_seconds if self._exit_status == EXIT_OK else 1.0
+        if self._address.path is not None:
+            # Before gRPC stops to listen: from then on the path may be a successor's.
+            self._address.path.unlink(missing_ok=True)
         await self._grpc.stop(grace)
         idle = await self._scheduler.close(timeout=1.0)
-        if self._address.path is not None:
-            self._address.path.unlink(missing_ok=True)
         log(logging.INFO, "stopped", exit_status=self._exit_status)
         if not idle:
             # Nobody waits any more for what the device thread is at, and it cannot be told to leave off.

@@ -8,7 +8,7 @@ import logging
 import platform
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +43,8 @@ MAX_AMPLITUDE = 1e6
 
 # Audio is handed to the device in pieces of this length, so that what came meanwhile goes first.
 _PIECE_SECONDS = 60
+# A stream's pieces are also bounded in bytes: a minute of 64 channels at 384 kHz is 6 GB.
+_MAX_PIECE_BYTES = 32 << 20
 # DecodeLong's answer in pieces of this size: small enough to share a connection with short calls.
 _PIECE_BYTES = 1 << 20
 # Message contents above this size are checked and converted in a thread, so that the event loop goes on.
@@ -148,9 +150,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 recording = Recording(sample_rate, num_quantizers, group_size)
                 return await self._encode_pieces(call, recording, pcm)
 
-            def frames(parsed: tuple[npt.NDArray[Any], int]) -> int:
-                pcm, sample_rate = parsed
-                return info.config.audio_code_frames(_resampled(len(pcm), sample_rate, info))
+            def frames(items: Collection[tuple[npt.NDArray[Any], int]]) -> int:
+                counts = [info.config.audio_code_frames(_resampled(len(pcm), rate, info)) for pcm, rate in items]
+                padded = sum(-(-count // group_size) * group_size for count in counts)
+                _check_answer_size(padded * num_quantizers * 2, call.items, padded, limits, "send fewer items a call")
+                return sum(counts)
 
             answers = await self._items(call, request.ByteSize(), parse, frames, run)
             response = pb.EncodeResponse(timings=call.timings())
@@ -166,17 +170,20 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         async with self._call("DecodeVq", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
             self._check_items(call, len(request.items))
-            frames = sum(item.frames for item in request.items)
-            size = frames * info.config.d_model * 4
-            _check_answer_size(size, call.items, frames, limits, "ask for fewer frames a call")
 
             def parse(index: int) -> npt.NDArray[np.uint16]:
                 return _check_codes(request.items[index], f"items[{index}]", info, limits)
 
+            def frames(items: Collection[npt.NDArray[np.uint16]]) -> int:
+                count = sum(map(_frames, items))
+                size = count * info.config.d_model * 4
+                _check_answer_size(size, call.items, count, limits, "ask for fewer frames a call")
+                return count
+
             async def run(index: int, codes: npt.NDArray[np.uint16]) -> npt.NDArray[Any]:
                 return call.count(await self._scheduler.submit(DecodeVqWork(codes), call.deadline))
 
-            answers = await self._items(call, request.ByteSize(), parse, _frames, run)
+            answers = await self._items(call, request.ByteSize(), parse, frames, run)
             response = pb.DecodeVqResponse(timings=call.timings())
             for answer in answers:
                 if isinstance(answer, RequestError):
@@ -193,19 +200,22 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             info, limits = self._ready(request.expected_fingerprint)
             self._check_items(call, len(request.items))
             sample_format = _answer_format(request.format)
-            frames = sum(max(0, item.codes.frames - item.left_context_frames) for item in request.items)
-            size = frames * info.config.samples_per_frame * np.dtype(_SAMPLE_TYPES[sample_format]).itemsize
-            _check_answer_size(size, call.items, frames, limits, "DecodeLong takes it")
+            frame_bytes = info.config.samples_per_frame * np.dtype(_SAMPLE_TYPES[sample_format]).itemsize
 
             def parse(index: int) -> DecodeWork:
                 item = request.items[index]
                 codes = _check_codes(item.codes, f"items[{index}].codes", info, limits)
                 return DecodeWork(codes, item.left_context_frames, sample_format == pb.SAMPLE_FORMAT_INT16)
 
+            def frames(works: Collection[DecodeWork]) -> int:
+                answered = sum(max(0, _frames(work.codes) - work.left_context_frames) for work in works)
+                _check_answer_size(answered * frame_bytes, call.items, answered, limits, "DecodeLong takes it")
+                return sum(_frames(work.codes) for work in works)
+
             async def run(index: int, work: DecodeWork) -> npt.NDArray[Any]:
                 return await self._decode(call, work)
 
-            answers = await self._items(call, request.ByteSize(), parse, lambda work: _frames(work.codes), run)
+            answers = await self._items(call, request.ByteSize(), parse, frames, run)
             response = pb.DecodeResponse(timings=call.timings())
             for answer in answers:
                 if isinstance(answer, RequestError):
@@ -223,11 +233,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         """One long waveform to codes, with memory for a segment."""
         async with self._call("EncodeStream", context) as call:
             first = await anext(aiter(request_iterator), None)
-            if first is None or first.WhichOneof("message") != "open":
-                raise invalid("message", "pcm" if first else "absent", "`open` in the first message")
+            kind = first.WhichOneof("message") if first is not None else None
+            if first is None or kind != "open":
+                raise invalid("message", kind or "absent", "`open` in the first message")
             options = first.open
-            info, limits = self._ready(options.expected_fingerprint)
-            num_quantizers, group_size = _encode_options(options, info)
+            info, limits = self._ready(options.expected_fingerprint, "open.")
+            num_quantizers, group_size = _encode_options(options, info, "open.")
             _check_format(options, "open", limits)
             recording = Recording(options.sample_rate, num_quantizers, group_size)
             pieces = _PcmPieces(options, limits)
@@ -235,8 +246,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             # A stream holds a piece at a time, whatever its length.
             with self._scheduler.admit(info.config.audio_code_frames(_PIECE_SECONDS * info.config.sampling_rate)):
                 async for message in request_iterator:
-                    if message.WhichOneof("message") != "pcm":
-                        raise invalid("message", message.WhichOneof("message"), "`pcm` in all messages after the first")
+                    if (kind := message.WhichOneof("message")) != "pcm":
+                        raise invalid("message", kind or "absent", "`pcm` in all messages after the first")
                     for pcm in pieces.push(message.pcm):
                         codes = await self._encode_piece(call, recording, pcm, last=False)
                         if codes.shape[1]:
@@ -256,7 +267,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             with self._scheduler.admit(call.frames):
                 int16 = sample_format == pb.SAMPLE_FORMAT_INT16
                 samples = await self._decode(call, DecodeWork(codes, request.item.left_context_frames, int16))
-            step = _PIECE_BYTES // samples.itemsize
+            step = min(_PIECE_BYTES, limits.max_message_bytes - _CALL_BYTES) // samples.itemsize
             for start in range(0, max(1, len(samples)), step):
                 timings = call.timings() if start + step >= len(samples) else None
                 yield pb.DecodeLongResponse(pcm=samples[start : start + step].tobytes(), timings=timings)
@@ -360,9 +371,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 error=str(error) if error else "-",
             )
         if error is not None:
-            await context.abort(_STATUS[error.reason], str(failed or error), _trailing(error, failed, call))
+            status = _STATUS[error.reason], str(failed or error), _trailing(error, failed, call)
+            # A traceback refers to this frame: without the cycle a refused request is let go of at once.
+            error = failed = None
+            await context.abort(*status)
 
-    def _ready(self, expected_fingerprint: str) -> tuple[EngineInfo, Limits]:
+    def _ready(self, expected_fingerprint: str, prefix: str = "") -> tuple[EngineInfo, Limits]:
         """The model's facts and the limits.
 
         Raises:
@@ -374,7 +388,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 Reason.WRONG_MODEL,
                 f"the request expects the model with fingerprint {expected_fingerprint[:64]}; this server runs"
                 f" {info.model_id} with {info.fingerprint}",
-                field="expected_fingerprint",
+                field=f"{prefix}expected_fingerprint",
                 value=expected_fingerprint[:64],
                 allowed=info.fingerprint,
             )
@@ -392,14 +406,21 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         call: _Call,
         size: int,
         parse: Callable[[int], T],
-        frames: Callable[[T], int],
+        frames: Callable[[Collection[T]], int],
         run: Callable[[int, T], Coroutine[Any, Any, npt.NDArray[Any]]],
     ) -> list[npt.NDArray[Any] | RequestError]:
         """Answer each item or say why not.
 
+        Args:
+            call: the call.
+            size: of the request, in bytes.
+            parse: checks an item.
+            frames: given the good ones, the code frames to admit; raises where the answer has no room in a message.
+            run: answers a good one.
+
         Raises:
             _AllItemsFailed: none could be answered.
-            RequestError: the queue has no room for them.
+            RequestError: the queue or the answer has no room for them.
         """
 
         def parse_all() -> list[T | RequestError]:
@@ -411,7 +432,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         ]
         good = {index: item for index, item in enumerate(parsed) if not isinstance(item, RequestError)}
         if good:
-            call.frames = sum(frames(item) for item in good.values())
+            call.frames = frames(good.values())
             with self._scheduler.admit(call.frames):
                 outcomes = await _gather([run(index, item) for index, item in good.items()])
             for index, outcome in zip(good, outcomes, strict=True):
@@ -458,7 +479,7 @@ class _AllItemsFailed(Exception):
 
 
 class _PcmPieces:
-    """The bytes of a stream to arrays (samples, channels) of at most `_PIECE_SECONDS`, checked."""
+    """The bytes of a stream to arrays (samples, channels) of bounded length and size, checked."""
 
     def __init__(self, options: pb.EncodeStreamOpen, limits: Limits) -> None:
         self._dtype = np.dtype(_SAMPLE_TYPES[options.format])
@@ -466,7 +487,9 @@ class _PcmPieces:
         self._rate = options.sample_rate
         self._limits = limits
         self._frame_bytes = options.channels * self._dtype.itemsize
-        self._piece_bytes = _PIECE_SECONDS * options.sample_rate * self._frame_bytes
+        self._piece_bytes = self._frame_bytes * min(
+            _PIECE_SECONDS * options.sample_rate, _MAX_PIECE_BYTES // self._frame_bytes
+        )
         self._buffer = bytearray()
         self.samples = 0
 
@@ -499,15 +522,17 @@ class _PcmPieces:
 # ---------------------------------------------------------------- checks
 
 
-def _encode_options(request: pb.EncodeRequest | pb.EncodeStreamOpen, info: EngineInfo) -> tuple[int, int]:
+def _encode_options(
+    request: pb.EncodeRequest | pb.EncodeStreamOpen, info: EngineInfo, prefix: str = ""
+) -> tuple[int, int]:
     """(num_quantizers, group_size) of an encode request, with the defaults filled in."""
     books = info.config.num_quantizers
     num_quantizers = request.num_quantizers if request.HasField("num_quantizers") else books
     group_size = request.group_size if request.HasField("group_size") else 1
     if not 1 <= num_quantizers <= books:
-        raise invalid("num_quantizers", num_quantizers, f"1..{books}, the model's codebooks")
+        raise invalid(f"{prefix}num_quantizers", num_quantizers, f"1..{books}, the model's codebooks")
     if not 1 <= group_size <= MAX_GROUP_SIZE:
-        raise invalid("group_size", group_size, f"1..{MAX_GROUP_SIZE}")
+        raise invalid(f"{prefix}group_size", group_size, f"1..{MAX_GROUP_SIZE}")
     return num_quantizers, group_size
 
 
@@ -576,7 +601,7 @@ def _check_finite(pcm: npt.NDArray[Any], name: str, first: int) -> None:
     sample, channel = np.argwhere(~(np.abs(pcm) <= MAX_AMPLITUDE))[0]
     raise invalid(
         name,
-        f"{pcm[sample, channel]} at sample {first + sample}, channel {channel}",
+        f"{pcm[sample, channel]:.9g} at sample {first + sample}, channel {channel}",
         f"finite numbers up to {MAX_AMPLITUDE:g}; full scale is 1",
     )
 
@@ -710,7 +735,8 @@ def _or_error(function: Callable[[], T]) -> T | RequestError:
     try:
         return function()
     except RequestError as error:
-        return error
+        # Its traceback would keep the request.
+        return error.with_traceback(None)
 
 
 def _for_item(error: RequestError, item: int) -> RequestError:
@@ -733,7 +759,7 @@ async def _gather(
         try:
             return await task
         except RequestError as error:
-            return error
+            return error.with_traceback(None)
 
     try:
         return await asyncio.gather(*(outcome(task) for task in tasks))

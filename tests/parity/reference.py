@@ -46,6 +46,8 @@ def build(config: dict[str, Any], seed: int) -> Any:
         for name, parameter in tokenizer.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("fc1.weight"):
+                parameter.mul_(6)  # as far out as an activation's bends
         for layer in tokenizer.encoder.quantizer.vq.layers:
             layer._codebook.embed.normal_(std=0.5)
     return tokenizer
@@ -54,7 +56,7 @@ def build(config: dict[str, Any], seed: int) -> Any:
 @torch.inference_mode()
 def encode_segment(tokenizer: Any, mel: torch.Tensor) -> torch.Tensor:
     """Codes (num_quantizers, frames) of one mel segment (frames, n_mels), alone."""
-    codes, _ = tokenizer.encoder.encode(mel, torch.tensor([len(mel)]), return_codes_only=True)
+    codes, _ = tokenizer.encoder.encode(mel, torch.tensor([len(mel)], device=mel.device), return_codes_only=True)
     return codes
 
 
@@ -75,3 +77,42 @@ def log_mel(config: dict[str, Any], samples: torch.Tensor) -> torch.Tensor:
         center=True,
     )
     return torch.log(torch.clip(transform(samples[None]), min=1e-7))[0].T
+
+
+@torch.inference_mode()
+def features(tokenizer: Any, mel: torch.Tensor) -> torch.Tensor:
+    """What the quantizer is given for one mel segment (frames, n_mels), alone: (code frames, d_model)."""
+    _, packed, _, _ = tokenizer.encoder.encode(mel, torch.tensor([len(mel)]), use_quantizer=False)
+    return packed
+
+
+@torch.inference_mode()
+def fit_codebooks(tokenizer: Any, mel: torch.Tensor, seed: int) -> None:
+    """Spread the codebooks over what each of them is given for `mel`, as training does, so that codes vary."""
+    generator = torch.Generator().manual_seed(seed)
+    residual = features(tokenizer, mel)
+    for book in codebooks(tokenizer):
+        # Normally distributed, with their mean and covariance.
+        mean = residual.mean(0)
+        mixture = torch.randn(len(book), len(residual), generator=generator) / len(residual) ** 0.5
+        book.copy_(mean + 0.8 * mixture @ (residual - mean))
+        nearest = torch.cdist(residual, book).argmin(1)
+        residual = residual - book[nearest]
+
+
+@torch.inference_mode()
+def codebooks(tokenizer: Any) -> list[torch.Tensor]:
+    """The entries of each codebook, (size, d_model)."""
+    return [layer._codebook.embed for layer in tokenizer.encoder.quantizer.vq.layers]
+
+
+@torch.inference_mode()
+def decode_vq(tokenizer: Any, codes: torch.Tensor) -> torch.Tensor:
+    """The quantizer's output (frames, d_model) for codes (rows, frames)."""
+    return tokenizer.encoder.decode_vq(codes)
+
+
+@torch.inference_mode()
+def decode(tokenizer: Any, codes: torch.Tensor) -> torch.Tensor:
+    """The waveform (samples,) of codes (rows, frames)."""
+    return tokenizer.decode(codes)[0, 0]

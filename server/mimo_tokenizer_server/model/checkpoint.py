@@ -25,7 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # Tensors are read through a memory map, whose pages count as this process's for as long as the file is open: it is
 # opened anew for each stretch of this many bytes.
-_STRETCH = 128 << 20
+_STRETCH = 16 << 20
 
 # Of a published codebook, beside its entries `embed`: what training keeps. Checked where present, never needed.
 _TRAINING_ONLY = ("embed_avg", "cluster_size", "inited")
@@ -58,7 +58,7 @@ def locate(model: str, revision: str | None, *, weights: bool = True) -> Source:
         CheckpointError: no such folder, or the hub does not give it.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():  # "" would be the current folder
         if revision is not None:
             raise CheckpointError(f"a revision ({revision}) goes with a hub id; {model} is a local folder")
         return Source(folder, folder.resolve().name, "")
@@ -151,6 +151,10 @@ def fill_random(model: MiMoAudioTokenizer, seed: int, prepare_thread: Callable[[
             # A transposed convolution's weight is (in, out, kernel), any other (out, in, ...).
             fan_in = target.shape[0] if ".dconv" in key else math.prod(target.shape[1:])
             values.mul_(fan_in**-0.5)
+            if "down_sample_layer" in key:
+                # Taps that sum to zero answer to change: without training, what all frames have in common would
+                # drown what tells them apart, and the codes hardly vary.
+                values.sub_(values.mean(-1, keepdim=True))
         target.copy_(values)
 
     targets = _targets(model)
@@ -249,7 +253,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
         raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map")
     files: dict[Path, set[str]] = {}
     for key, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
             raise CheckpointError(f"{folder / INDEX_FILE} names {name!r}; a shard is a file in the same folder")
         files.setdefault(folder / name, set()).add(key)
     return dict(files)

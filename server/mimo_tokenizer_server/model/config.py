@@ -57,7 +57,7 @@ class TokenizerConfig:
     computes the scale and does not apply it) and `threshold_ema_dead_code` (training only).
     """
 
-    max_audio_seconds: float = 1800
+    max_audio_seconds: float = 1800.0
     stride_size: int = 2
     avg_pooler: int = 1
     d_model: int = 768
@@ -86,13 +86,13 @@ class TokenizerConfig:
     hop_length: int = 240
     window_size: int = 1024
     vocoder_padding: str = "same"
-    fmin: float = 0
+    fmin: float = 0.0
     fmax: float | None = None
     num_quantizers: int = 12
     codebook_size: tuple[int, ...] = (1024,)
-    threshold_ema_dead_code: float = 10
+    threshold_ema_dead_code: float = 10.0
     position_embedding_type: str = "rope"
-    rope_theta: float = 10000
+    rope_theta: float = 10000.0
     rope_type: str = "default"
     ln_type: str = "LayerNorm"
     vocoder_attention_heads: int = 4
@@ -121,11 +121,11 @@ class TokenizerConfig:
 
     @property
     def min_samples(self) -> int:
-        """Least samples that the mel front end takes: its reflect padding needs more than half a window."""
-        samples = self.nfft // 2 + 1
-        while self.code_frames(samples // self.hop_length + 1) < 1:
-            samples += self.hop_length
-        return samples
+        """Least samples that give a code frame, and more than half an FFT, which the reflect padding needs."""
+        mel_frames = 1
+        while self.code_frames(mel_frames) < 1:
+            mel_frames += 1
+        return max(self.nfft // 2 + 1, (mel_frames - 1) * self.hop_length)
 
     def code_frames(self, mel_frames: int) -> int:
         """Code frames that the encoder gives for `mel_frames` of one segment, at least 0."""

@@ -200,7 +200,11 @@ class Resampler:
     def _convert_dense(self, inputs: Tensor, start: int, first: int, count: int) -> Tensor:
         """`count` outputs from `first` on; inputs[0] is input `start` of the signal, in phase."""
         skip = first - start // self._source * self._target
-        out: Tensor = _transform(self._source, self._target, inputs.device)(inputs)
+        transform = _transform(self._source, self._target, inputs.device)
+        # torchaudio works out the number of outputs on the default device, whoever set it, and in float32, which can
+        # make it one too few: give it some silence more.
+        with torch.device("cpu"):
+            out: Tensor = transform(F.pad(inputs, (0, self._source)))
         return out[skip : skip + count]
 
     def _convert_sparse(self, inputs: Tensor, start: int, first: int, count: int) -> Tensor:

@@ -66,6 +66,8 @@ class EncodeState:
         self._num_quantizers = num_quantizers
         self._group_size = group_size
         self._frames = 0
+        self._samples = 0
+        self._last_frame: Tensor | None = None  # (num_quantizers, 1)
 
     def push(self, samples: Tensor) -> Tensor:
         """Take the next samples, (n,) float32 on the model's device.
@@ -73,13 +75,14 @@ class EncodeState:
         Returns:
             int64 (num_quantizers, frames): the codes of the segments that are complete, often none.
         """
+        self._samples += len(samples)
         return self._encode(mel for piece in self._resampler.push(samples) for mel in self._segmenter.push(piece))
 
     def finish(self) -> Tensor:
         """The codes of what is left, and the padding to a multiple of `group_size`.
 
         Raises:
-            ValueError: the recording is shorter than the mel front end takes.
+            ValueError: the recording is shorter than `TokenizerConfig.min_samples`.
         """
 
         def rest() -> Iterator[Tensor]:
@@ -88,9 +91,12 @@ class EncodeState:
             yield from self._segmenter.finish()
 
         codes = self._encode(rest())
-        # The last segment is never without frames where the group is not full: see TokenizerConfig.min_samples.
+        # The last segment can be too short for a frame: the one to repeat is then the segment's before.
+        if self._last_frame is None:
+            samples, least = self._resampler.length(self._samples), self._tokenizer.config.min_samples
+            raise ValueError(f"{samples} samples are fewer than the {least} that a code frame takes")
         padding = -self._frames % self._group_size
-        return torch.cat((codes, codes[:, -1:].expand(-1, padding)), dim=1)
+        return torch.cat((codes, self._last_frame.expand(-1, padding)), dim=1)
 
     def _encode(self, segments: Iterator[Tensor]) -> Tensor:
         encoder, config = self._tokenizer.encoder, self._tokenizer.config
@@ -99,4 +105,5 @@ class EncodeState:
             return torch.empty((self._num_quantizers, 0), dtype=torch.int64, device=self._tokenizer.device)
         joined = torch.cat(codes, dim=1)
         self._frames += joined.shape[1]
+        self._last_frame = joined[:, -1:]
         return joined

@@ -1,0 +1,247 @@
+"""Attention plans against dense masks, and the memory they take; rotary positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_helpers import CPU, Watch
+from torch import Tensor
+
+from mimo_tokenizer_server.model import attention, transformer
+from mimo_tokenizer_server.model.attention import AttentionPlan, rope_table, rotate
+from mimo_tokenizer_server.model.transformer import Transformer
+
+_HEADS, _HEAD_DIM = 2, 8
+
+
+def _random_qkv(length: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, length, _HEADS, _HEAD_DIM, generator=generator).to(dtype)
+    return q, k, v
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], causal: bool) -> Tensor:
+    """Softmax attention in float64 under a full mask, made from the definition."""
+    left, right = window
+    length = len(q)
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    seen = torch.ones(length, length, dtype=torch.bool)
+    if left >= 0:
+        seen &= key >= query - left
+    if right >= 0:
+        seen &= key <= query + right
+    if causal:
+        seen &= key <= query
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) / _HEAD_DIM**0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v.double())
+
+
+def _check(length: int, window: tuple[int, int], causal: bool) -> None:
+    q, k, v = _random_qkv(length, seed=length)
+    got = AttentionPlan(length, window, causal, CPU).attend(q, k, v)
+    assert got.shape == q.shape
+    torch.testing.assert_close(got.double(), _dense(q, k, v, window, causal), rtol=1e-5, atol=1e-5)
+
+
+_BOUND = st.integers(-1, 70) | st.integers(200, 300) | st.integers(500, 900)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    length=st.integers(1, 140) | st.integers(500, 800),
+    window=st.tuples(_BOUND, _BOUND),
+    causal=st.booleans(),
+)
+def test_plan_is_the_dense_mask(length: int, window: tuple[int, int], causal: bool) -> None:
+    _check(length, window, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "window", [(-1, -1), (-1, 0), (0, -1), (0, 0), (1, 0), (0, 1), (40, 10), (128, 128), (128, 129), (256, 0), (257, 0)]
+)
+@pytest.mark.parametrize("length", [1, 2, 3, 11, 63, 64, 65, 128, 129, 511, 512, 513, 1025])
+def test_plan_at_the_edges_of_blocks(length: int, window: tuple[int, int], causal: bool) -> None:
+    _check(length, window, causal)
+
+
+@settings(deadline=None, max_examples=40)
+@given(length=st.integers(1, 60), past=st.integers(0, 3), causal=st.booleans())
+def test_windows_about_as_long_as_the_sequence(length: int, past: int, causal: bool) -> None:
+    for bound in {max(0, length - 2 + past), length}:
+        for window in ((bound, 0), (0, bound), (bound, bound), (bound, -1), (-1, bound)):
+            _check(length, window, causal)
+
+
+@pytest.mark.parametrize("window", [(40, 10), (300, 20), (-1, 5), (-1, -1)])
+def test_bfloat16_is_finite_and_near(window: tuple[int, int]) -> None:
+    q, k, v = _random_qkv(700, seed=1, dtype=torch.bfloat16)
+    got = AttentionPlan(700, window, False, CPU).attend(q, k, v)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), _dense(q, k, v, window, False), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("window", [(40, 10), (300, 20), (-1, 5), (-1, -1)])
+def test_what_is_out_of_sight_does_not_matter(window: tuple[int, int]) -> None:
+    """Not even infinities and NaN, in rows whose only readers see them."""
+    length, right = 1300, window[1]
+    if right < 0:
+        right = 0
+    plan = AttentionPlan(length, window, causal=right == 0, device=CPU)
+    q, k, v = _random_qkv(length, seed=2)
+    before = plan.attend(q, k, v)
+    k[900:] = 1e6
+    v[900:] = -1e6
+    after = plan.attend(q, k, v)
+    torch.testing.assert_close(after[: 900 - right], before[: 900 - right], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(after[900:], before[900:])
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "elements_per_row"),
+    [
+        ((-1, -1), False, 1),
+        ((-1, -1), True, 1),
+        ((40, 10), False, 3),
+        ((0, 0), False, 3),
+        ((128, 128), False, 3),
+        ((300, 20), False, 1),
+        ((600, 0), True, 1),
+    ],
+)
+def test_nothing_of_length_by_length(window: tuple[int, int], causal: bool, elements_per_row: int) -> None:
+    """Of 20,000 rows, no tensor is much larger than the queries, or than a few hundred keys a row."""
+    length = 20_000
+    q, k, v = (x[:, :1] for x in _random_qkv(length, seed=3))
+    with Watch() as watch:
+        AttentionPlan(length, window, causal, CPU).attend(q, k, v)
+    assert watch.calls
+    allowed = max(length * _HEADS * _HEAD_DIM * 3, length * 256 * elements_per_row)
+    assert watch.largest <= allowed, watch.largest_from
+    assert watch.largest < length * length // 20
+
+
+def test_a_window_open_to_one_side_takes_one_block_of_rows() -> None:
+    length = 8_000
+    q, k, v = (x[:, :1] for x in _random_qkv(length, seed=4))
+    with Watch() as watch:
+        AttentionPlan(length, (-1, 10), False, CPU).attend(q, k, v)
+    assert watch.largest <= 512 * length, watch.largest_from
+
+
+def _transformer(depth: int, window: tuple[int, int]) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(
+        16, 2, 24, depth, activation="gelu", norm="LayerNorm", window=window, causal=False, rope_theta=10000.0
+    ).requires_grad_(False)
+
+
+@pytest.mark.parametrize("window", [(4, 1), (300, 20), (-1, -1)])
+def test_one_plan_serves_all_layers(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[AttentionPlan] = []
+
+    class Counted(AttentionPlan):
+        def __init__(self, length: int, window: tuple[int, int], causal: bool, device: torch.device) -> None:
+            super().__init__(length, window, causal, device)
+            made.append(self)
+
+    monkeypatch.setattr(transformer, "AttentionPlan", Counted)
+    stack = _transformer(6, window)
+    stack.run_layers(torch.randn(700, 16))
+    assert len(made) == 1
+
+
+def test_the_mask_of_a_small_window_is_not_made_again_in_each_layer() -> None:
+    calls = []
+    for depth in (1, 6):
+        with Watch() as watch:
+            _transformer(depth, (4, 1)).run_layers(torch.randn(700, 16))
+        calls.append({name: watch.calls[name] for name in ("arange", "ge", "le", "bitwise_and", "cos", "sin")})
+    assert calls[0]["ge"] > 0
+    assert calls[0] == calls[1]
+
+
+def test_the_constants_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = _random_qkv(900, seed=5)
+    band = AttentionPlan(900, (100, 50), False, CPU).attend(q, k, v)
+    monkeypatch.setattr(attention, "_WIDEST_BAND", 0)
+    rows = AttentionPlan(900, (100, 50), False, CPU).attend(q, k, v)
+    monkeypatch.setattr(attention, "_ROWS", 37)
+    shorter_rows = AttentionPlan(900, (100, 50), False, CPU).attend(q, k, v)
+    torch.testing.assert_close(band, rows, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(shorter_rows, rows, rtol=1e-5, atol=1e-5)
+
+
+def test_rope_table() -> None:
+    table = rope_table(50, 6, 500.0, CPU, torch.float32)
+    assert table.shape == (2, 50, 1, 6)
+    for pair in range(3):
+        angle = torch.arange(50).double() * 500.0 ** (-2 * pair / 6)
+        for column in (pair, pair + 3):
+            torch.testing.assert_close(table[0, :, 0, column].double(), angle.cos(), rtol=0, atol=5e-6)
+            torch.testing.assert_close(table[1, :, 0, column].double(), angle.sin(), rtol=0, atol=5e-6)
+
+
+def test_rope_table_is_rounded_at_the_end() -> None:
+    full = rope_table(3000, 64, 10000.0, CPU, torch.float32)
+    assert torch.equal(rope_table(3000, 64, 10000.0, CPU, torch.bfloat16), full.to(torch.bfloat16))
+
+
+def test_rotation_turns_pairs_half_a_head_apart() -> None:
+    x = torch.randn(40, 2, 6, generator=torch.Generator().manual_seed(0))
+    turned = rotate(x, rope_table(40, 6, 500.0, CPU, torch.float32))
+    angle = torch.arange(40).double()[:, None] * 500.0 ** (-2 * torch.arange(3).double() / 6)
+    expected = torch.complex(x[..., :3].double(), x[..., 3:].double()) * torch.exp(1j * angle)[:, None]
+    torch.testing.assert_close(turned.double(), torch.cat((expected.real, expected.imag), -1), rtol=0, atol=3e-5)
+
+
+def test_rotation_keeps_length_and_leaves_the_first_position() -> None:
+    x = torch.randn(100, 3, 16)
+    turned = rotate(x, rope_table(100, 16, 10000.0, CPU, torch.float32))
+    assert torch.equal(turned[0], x[0])
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+
+
+@settings(deadline=None, max_examples=40)
+@given(query=st.integers(0, 150), key=st.integers(0, 150), shift=st.integers(0, 100))
+def test_scores_depend_on_the_distance_alone(query: int, key: int, shift: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 16, generator=generator, dtype=torch.float64)
+    table = rope_table(251, 16, 10000.0, CPU, torch.float64)
+
+    def score(at: int, of: int) -> float:
+        turned_q = rotate(q.expand(251, 1, 16), table)[at, 0]
+        turned_k = rotate(k.expand(251, 1, 16), table)[of, 0]
+        return float(turned_q @ turned_k)
+
+    assert score(query, key) == pytest.approx(score(query + shift, key + shift), abs=1e-3)
+
+
+def test_order_matters_to_a_transformer() -> None:
+    """Without positions, attention would treat a sequence as a set."""
+    stack = _transformer(2, (-1, -1))
+    x = torch.randn(30, 16)
+    assert not torch.allclose(stack.run_layers(x.flip(0)).flip(0), stack.run_layers(x), atol=1e-3)
+
+
+@pytest.mark.parametrize("skip", [1, 2, 3])
+def test_skip_adds_that_layer_s_output(skip: int) -> None:
+    stack = _transformer(3, (-1, -1))
+    x = torch.randn(20, 16)
+    outputs: list[Tensor] = []
+    for layer in stack.layers:
+        layer.register_forward_hook(lambda module, args, out: outputs.append(out))
+    got = stack.run_layers(x, skip_from=skip)
+    torch.testing.assert_close(got, stack.layer_norm(outputs[2] + outputs[skip - 1]))
+
+
+def test_float16_stays_within_its_range() -> None:
+    """Where values leave it, as in the reference: clamped, not infinite."""
+    stack = _transformer(2, (-1, -1))
+    stack.layers[0].fc2.bias.data.fill_(60_000)
+    stack.layers[1].fc2.bias.data.fill_(60_000)
+    out = stack.half().run_layers(torch.randn(10, 16).half())
+    assert out.isfinite().all()
