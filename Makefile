@@ -1,0 +1,64 @@
+# make demo: a round trip through a server of your own; make test: everything that is checked.
+PYTHON ?= python3
+VENV ?= .venv
+# For the demo: a checkpoint's folder or hub id, and a sound file; without them random weights and a sound it makes.
+MODEL ?=
+WAV ?=
+DEVICE ?= cpu
+REFERENCE_VERSION = 0.30.0
+
+bin = $(VENV)/bin
+reference = .cache/reference
+
+.PHONY: demo test test-gpu lint format stubs reference clean
+
+demo: $(VENV)/.server
+	$(bin)/python scripts/demo.py --device '$(DEVICE)' $(if $(MODEL),--model '$(MODEL)') $(if $(WAV),--wav '$(WAV)')
+
+test: $(VENV)/.test $(reference)/.unpacked
+	$(bin)/python -m pytest $(PYTEST_ARGS)
+
+# On a machine with an NVIDIA GPU.
+test-gpu: $(VENV)/.test
+	$(bin)/python -m pytest tests/gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+format: $(VENV)/.lint
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+# The gRPC stubs, which are kept in git; tests/packaging fails when they differ from the .proto.
+stubs:
+	PYTHON='$(PYTHON)' scripts/generate_stubs.sh
+
+# The implementation that the parity tests compare with. It is downloaded, never kept.
+reference: $(reference)/.unpacked
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; say PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.server: $(VENV)/bin/python pyproject.toml
+	$(bin)/python -m pip install --quiet --editable '.[server]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml
+	$(bin)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/bin/python pyproject.toml
+	$(bin)/python -m pip install --quiet --editable '.[server,test,lint]'
+	@touch $@
+
+$(reference)/.unpacked: $(VENV)/bin/python
+	@mkdir -p $(reference)
+	$(bin)/python -m pip download --quiet --no-deps --dest $(reference) vllm-omni==$(REFERENCE_VERSION)
+	$(bin)/python -m zipfile -e $(reference)/vllm_omni-$(REFERENCE_VERSION)-*.whl $(reference)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .cache build dist demo-output
