@@ -196,8 +196,8 @@ class Engine:
             if isinstance(work, DecodeVqWork):
                 return self._model.decode_vq(self._codes(work.codes)).cpu().numpy()
             return self._decode(work)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        except (RuntimeError, MemoryError) as error:
+            if _is_out_of_memory(error):
                 devices.release_memory(self._device)
                 return _out_of_memory(work, self.info.device)
             if isinstance(error, torch.AcceleratorError):
@@ -231,6 +231,12 @@ class Engine:
     def _codes(self, codes: npt.NDArray[np.uint16]) -> Tensor:
         # PyTorch indexes with int32, not with uint16.
         return torch.from_numpy(codes.astype(np.int32)).to(self._device)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # The CPU's allocator and cuBLAS raise plain RuntimeErrors.
+    sentences = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in sentences)
 
 
 def _out_of_memory(work: Work, device: str) -> RequestError:

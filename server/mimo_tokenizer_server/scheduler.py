@@ -190,10 +190,13 @@ class Scheduler:
         while (job := self._next()) is not None:
             try:
                 self._compute(engine, job)
-            except DeviceFailure as error:
-                log(logging.CRITICAL, str(error))
-                self._post(self._lose_device, job, str(error))
+            except BaseException as error:
+                # Whatever ends this thread ends the process: nobody may wait for it in vain.
+                sentence = str(error) if isinstance(error, DeviceFailure) else f"the device thread ended: {error!r}"
+                log(logging.CRITICAL, sentence)
+                self._post(self._lose_device, job, sentence)
                 return
+            del job  # or an idle server keeps its last request, and the answer
 
     def _next(self) -> _Job | None:
         with self._wake:

@@ -19,8 +19,9 @@ from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
 from . import address as addresses
 from .config import ServeConfig
 from .engine import Engine
+from .messages import Limits
 from .scheduler import Scheduler
-from .service import Limits, TokenizerServicer
+from .service import TokenizerServicer
 from .telemetry import log
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AudioTokenizer"].full_name

@@ -1,4 +1,4 @@
-"""Messages to arrays and back, errors to status codes. No model code, no policy."""
+"""The contract's methods: a call from its message to its answer or status. No model code, no policy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import logging
 import platform
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -18,11 +18,11 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import __version__ as protobuf_version
-from google.protobuf.duration_pb2 import Duration
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
 
+from . import messages
 from .config import ServeConfig
 from .engine import DecodeVqWork, DecodeWork, EncodePiece, EngineInfo, Recording
 from .errors import Reason, RequestError, invalid, too_large
@@ -30,16 +30,6 @@ from .scheduler import Done, Scheduler
 from .telemetry import log, logger
 
 T = TypeVar("T")
-
-MAX_ITEMS = 1024
-MAX_CHANNELS = 64
-MIN_SAMPLE_RATE = 1_000
-MAX_SAMPLE_RATE = 384_000
-MAX_GROUP_SIZE = 1024
-
-# Full scale is 1; ten octaves above what anybody sends by mistake (16-bit values as floats), far below what makes the
-# mel front end overflow.
-MAX_AMPLITUDE = 1e6
 
 # Audio is handed to the device in pieces of this length, so that what came meanwhile goes first.
 _PIECE_SECONDS = 60
@@ -49,45 +39,6 @@ _MAX_PIECE_BYTES = 32 << 20
 _PIECE_BYTES = 1 << 20
 # Message contents above this size are checked and converted in a thread, so that the event loop goes on.
 _OFF_LOOP_BYTES = 256 << 10
-# Room in a message for what is no payload: tags, lengths, timings, and statuses of items.
-_CALL_BYTES = 1024
-_ITEM_BYTES = 256
-# Trailing metadata above about 8 KiB is refused by clients.
-_MAX_METADATA_BYTES = 6000
-
-_SAMPLE_TYPES: dict[int, npt.DTypeLike] = {pb.SAMPLE_FORMAT_FLOAT32: "<f4", pb.SAMPLE_FORMAT_INT16: "<i2"}
-_FORMATS = "SAMPLE_FORMAT_FLOAT32 (1), SAMPLE_FORMAT_INT16 (2)"
-
-_STATUS = {
-    Reason.INVALID_VALUE: grpc.StatusCode.INVALID_ARGUMENT,
-    Reason.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.WRONG_MODEL: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.NOT_READY: grpc.StatusCode.UNAVAILABLE,
-    Reason.DEVICE_FAILURE: grpc.StatusCode.UNAVAILABLE,
-    Reason.OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Reason.INTERNAL: grpc.StatusCode.INTERNAL,
-}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for; GetInfo tells them."""
-
-    max_message_bytes: int
-    max_audio_seconds: float
-    max_frames: int
-    max_concurrent_calls: int
-
-    @classmethod
-    def of(cls, config: ServeConfig, info: EngineInfo) -> Limits:
-        """The limits that follow from flags and model."""
-        model = info.config
-        seconds = config.max_audio_seconds if config.max_audio_seconds is not None else model.max_audio_seconds
-        # Whatever Encode answers, Decode takes: also when it was padded to groups.
-        frames = model.audio_code_frames(int(seconds * model.sampling_rate)) + MAX_GROUP_SIZE - 1
-        return cls(config.max_message_bytes, seconds, frames, config.max_concurrent_calls)
 
 
 @dataclass
@@ -137,13 +88,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         """Waveforms to codes."""
         async with self._call("Encode", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
-            num_quantizers, group_size = _encode_options(request, info)
+            num_quantizers, group_size = messages.encode_options(request, info)
             self._check_items(call, len(request.items))
 
             def parse(index: int) -> tuple[npt.NDArray[Any], int]:
                 audio = request.items[index]
                 name = f"items[{index}]"
-                return _check_audio(audio, name, info, limits), audio.sample_rate
+                return messages.check_audio(audio, name, info, limits), audio.sample_rate
 
             async def run(index: int, parsed: tuple[npt.NDArray[Any], int]) -> npt.NDArray[Any]:
                 pcm, sample_rate = parsed
@@ -151,18 +102,20 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 return await self._encode_pieces(call, recording, pcm)
 
             def frames(items: Collection[tuple[npt.NDArray[Any], int]]) -> int:
-                counts = [info.config.audio_code_frames(_resampled(len(pcm), rate, info)) for pcm, rate in items]
+                lengths = [messages.resampled_length(len(pcm), rate, info) for pcm, rate in items]
+                counts = [info.config.audio_code_frames(length) for length in lengths]
                 padded = sum(-(-count // group_size) * group_size for count in counts)
-                _check_answer_size(padded * num_quantizers * 2, call.items, padded, limits, "send fewer items a call")
+                size = padded * num_quantizers * 2
+                messages.check_answer_size(size, call.items, padded, limits, "send fewer items a call")
                 return sum(counts)
 
             answers = await self._items(call, request.ByteSize(), parse, frames, run)
             response = pb.EncodeResponse(timings=call.timings())
             for answer in answers:
                 if isinstance(answer, RequestError):
-                    response.items.add(status=_item_status(answer, call))
+                    response.items.add(status=messages.item_status(answer, call.request_id))
                 else:
-                    response.items.add(status=pb.ItemStatus(), codes=_codes_message(answer))
+                    response.items.add(status=pb.ItemStatus(), codes=messages.codes_message(answer))
             return response
 
     async def DecodeVq(self, request: pb.DecodeVqRequest, context: Any) -> pb.DecodeVqResponse:
@@ -172,12 +125,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             self._check_items(call, len(request.items))
 
             def parse(index: int) -> npt.NDArray[np.uint16]:
-                return _check_codes(request.items[index], f"items[{index}]", info, limits)
+                return messages.check_codes(request.items[index], f"items[{index}]", info, limits)
 
             def frames(items: Collection[npt.NDArray[np.uint16]]) -> int:
-                count = sum(map(_frames, items))
+                count = sum(map(messages.frames_of, items))
                 size = count * info.config.d_model * 4
-                _check_answer_size(size, call.items, count, limits, "ask for fewer frames a call")
+                messages.check_answer_size(size, call.items, count, limits, "ask for fewer frames a call")
                 return count
 
             async def run(index: int, codes: npt.NDArray[np.uint16]) -> npt.NDArray[Any]:
@@ -187,7 +140,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             response = pb.DecodeVqResponse(timings=call.timings())
             for answer in answers:
                 if isinstance(answer, RequestError):
-                    response.items.add(status=_item_status(answer, call))
+                    response.items.add(status=messages.item_status(answer, call.request_id))
                 else:
                     rows, width = answer.shape
                     features = pb.Features(frames=rows, d_model=width, data=answer.tobytes())
@@ -199,18 +152,18 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         async with self._call("Decode", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
             self._check_items(call, len(request.items))
-            sample_format = _answer_format(request.format)
-            frame_bytes = info.config.samples_per_frame * np.dtype(_SAMPLE_TYPES[sample_format]).itemsize
+            sample_format = messages.answer_format(request.format)
+            frame_bytes = info.config.samples_per_frame * np.dtype(messages.SAMPLE_TYPES[sample_format]).itemsize
 
             def parse(index: int) -> DecodeWork:
                 item = request.items[index]
-                codes = _check_codes(item.codes, f"items[{index}].codes", info, limits)
+                codes = messages.check_codes(item.codes, f"items[{index}].codes", info, limits)
                 return DecodeWork(codes, item.left_context_frames, sample_format == pb.SAMPLE_FORMAT_INT16)
 
             def frames(works: Collection[DecodeWork]) -> int:
-                answered = sum(max(0, _frames(work.codes) - work.left_context_frames) for work in works)
-                _check_answer_size(answered * frame_bytes, call.items, answered, limits, "DecodeLong takes it")
-                return sum(_frames(work.codes) for work in works)
+                answered = sum(max(0, messages.frames_of(work.codes) - work.left_context_frames) for work in works)
+                messages.check_answer_size(answered * frame_bytes, call.items, answered, limits, "DecodeLong takes it")
+                return sum(messages.frames_of(work.codes) for work in works)
 
             async def run(index: int, work: DecodeWork) -> npt.NDArray[Any]:
                 return await self._decode(call, work)
@@ -219,7 +172,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             response = pb.DecodeResponse(timings=call.timings())
             for answer in answers:
                 if isinstance(answer, RequestError):
-                    response.items.add(status=_item_status(answer, call))
+                    response.items.add(status=messages.item_status(answer, call.request_id))
                 else:
                     audio = pb.Audio(
                         sample_rate=info.config.sampling_rate, channels=1, format=sample_format, pcm=answer.tobytes()
@@ -238,39 +191,45 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 raise invalid("message", kind or "absent", "`open` in the first message")
             options = first.open
             info, limits = self._ready(options.expected_fingerprint, "open.")
-            num_quantizers, group_size = _encode_options(options, info, "open.")
-            _check_format(options, "open", limits)
+            num_quantizers, group_size = messages.encode_options(options, info, "open.")
+            messages.check_format(options, "open", limits)
             recording = Recording(options.sample_rate, num_quantizers, group_size)
             pieces = _PcmPieces(options, limits)
             call.items = 1
             # A stream holds a piece at a time, whatever its length.
-            with self._scheduler.admit(info.config.audio_code_frames(_PIECE_SECONDS * info.config.sampling_rate)):
+            piece_frames = info.config.audio_code_frames(_PIECE_SECONDS * info.config.sampling_rate)
+            with self._scheduler.admit(min(piece_frames, self._scheduler.max_queued_frames)):
                 async for message in request_iterator:
                     if (kind := message.WhichOneof("message")) != "pcm":
                         raise invalid("message", kind or "absent", "`pcm` in all messages after the first")
                     for pcm in pieces.push(message.pcm):
+                        await _off_loop(pcm.nbytes, messages.check_finite, pcm, "pcm", pieces.samples - len(pcm))
                         codes = await self._encode_piece(call, recording, pcm, last=False)
                         if codes.shape[1]:
-                            yield pb.EncodeStreamResponse(codes=_codes_message(codes))
+                            yield pb.EncodeStreamResponse(codes=messages.codes_message(codes))
                 pcm = pieces.finish()
-                _check_length(pieces.samples, options.sample_rate, "pcm", info)
+                messages.check_length(pieces.samples, options.sample_rate, "pcm", info)
+                await _off_loop(pcm.nbytes, messages.check_finite, pcm, "pcm", pieces.samples - len(pcm))
                 codes = await self._encode_piece(call, recording, pcm, last=True)
-                yield pb.EncodeStreamResponse(codes=_codes_message(codes), timings=call.timings())
+                yield pb.EncodeStreamResponse(codes=messages.codes_message(codes), timings=call.timings())
 
     async def DecodeLong(self, request: pb.DecodeLongRequest, context: Any) -> AsyncIterator[pb.DecodeLongResponse]:
         """One code array to the samples of Decode, in pieces."""
         async with self._call("DecodeLong", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
-            sample_format = _answer_format(request.format)
-            codes = await _off_loop(request.ByteSize(), _check_codes, request.item.codes, "item.codes", info, limits)
-            call.items, call.frames = 1, _frames(codes)
+            sample_format = messages.answer_format(request.format)
+            codes = await _off_loop(
+                request.ByteSize(), messages.check_codes, request.item.codes, "item.codes", info, limits
+            )
+            call.items, call.frames = 1, messages.frames_of(codes)
             with self._scheduler.admit(call.frames):
                 int16 = sample_format == pb.SAMPLE_FORMAT_INT16
                 samples = await self._decode(call, DecodeWork(codes, request.item.left_context_frames, int16))
-            step = min(_PIECE_BYTES, limits.max_message_bytes - _CALL_BYTES) // samples.itemsize
-            for start in range(0, max(1, len(samples)), step):
-                timings = call.timings() if start + step >= len(samples) else None
-                yield pb.DecodeLongResponse(pcm=samples[start : start + step].tobytes(), timings=timings)
+                # Admitted until it is sent: the samples of a slow reader are as much in memory as those of a queue.
+                step = min(_PIECE_BYTES, limits.max_message_bytes - messages.CALL_BYTES) // samples.itemsize
+                for start in range(0, max(1, len(samples)), step):
+                    timings = call.timings() if start + step >= len(samples) else None
+                    yield pb.DecodeLongResponse(pcm=samples[start : start + step].tobytes(), timings=timings)
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         """What is loaded, where, and what is allowed."""
@@ -300,14 +259,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 ),
                 limits=pb.Limits(
                     max_message_bytes=limits.max_message_bytes,
-                    max_items=MAX_ITEMS,
-                    max_channels=MAX_CHANNELS,
-                    min_sample_rate=MIN_SAMPLE_RATE,
-                    max_sample_rate=MAX_SAMPLE_RATE,
+                    max_items=messages.MAX_ITEMS,
+                    max_channels=messages.MAX_CHANNELS,
+                    min_sample_rate=messages.MIN_SAMPLE_RATE,
+                    max_sample_rate=messages.MAX_SAMPLE_RATE,
                     min_audio_samples=model.min_samples,
                     max_audio_seconds=limits.max_audio_seconds,
                     max_frames=limits.max_frames,
-                    max_group_size=MAX_GROUP_SIZE,
+                    max_group_size=messages.MAX_GROUP_SIZE,
                     max_queued_frames=self._scheduler.max_queued_frames,
                     max_concurrent_calls=limits.max_concurrent_calls,
                 ),
@@ -356,7 +315,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         finally:
             self._calls -= 1
             if error is not None:
-                outcome = _STATUS[error.reason].name
+                outcome = messages.STATUS[error.reason].name
             log(
                 logging.DEBUG,
                 method,
@@ -371,12 +330,16 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 error=str(error) if error else "-",
             )
         if error is not None:
-            status = _STATUS[error.reason], str(failed or error), _trailing(error, failed, call)
+            status = (
+                messages.STATUS[error.reason],
+                str(failed or error),
+                messages.trailing_metadata(error, failed.errors if failed else (), call.request_id),
+            )
             # A traceback refers to this frame: without the cycle a refused request is let go of at once.
             error = failed = None
             await context.abort(*status)
 
-    def _ready(self, expected_fingerprint: str, prefix: str = "") -> tuple[EngineInfo, Limits]:
+    def _ready(self, expected_fingerprint: str, prefix: str = "") -> tuple[EngineInfo, messages.Limits]:
         """The model's facts and the limits.
 
         Raises:
@@ -392,14 +355,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 value=expected_fingerprint[:64],
                 allowed=info.fingerprint,
             )
-        return info, Limits.of(self._config, info)
+        return info, messages.Limits.of(self._config, info)
 
     def _check_items(self, call: _Call, count: int) -> None:
         call.items = count
         if count == 0:
-            raise invalid("items", "empty", f"1 to {MAX_ITEMS} items")
-        if count > MAX_ITEMS:
-            raise too_large("items", count, MAX_ITEMS, "items")
+            raise invalid("items", "empty", f"1 to {messages.MAX_ITEMS} items")
+        if count > messages.MAX_ITEMS:
+            raise too_large("items", count, messages.MAX_ITEMS, "items")
 
     async def _items(
         self,
@@ -441,7 +404,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         for index, answer in enumerate(complete):
             if isinstance(answer, RequestError):
                 # The same error object may stand for several items: a queue that closes refuses all of them.
-                complete[index] = _for_item(answer, index)
+                complete[index] = replace(answer, item=index)
         errors = [answer for answer in complete if isinstance(answer, RequestError)]
         if len(errors) == len(complete):
             raise _AllItemsFailed(errors)
@@ -462,7 +425,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         return call.count(await self._scheduler.submit(EncodePiece(recording, pcm, last), call.deadline))
 
     async def _decode(self, call: _Call, work: DecodeWork) -> npt.NDArray[Any]:
-        if work.left_context_frames >= _frames(work.codes):
+        if work.left_context_frames >= messages.frames_of(work.codes):
             return np.empty(0, "<i2" if work.int16 else "<f4")
         return call.count(await self._scheduler.submit(work, call.deadline))
 
@@ -479,10 +442,14 @@ class _AllItemsFailed(Exception):
 
 
 class _PcmPieces:
-    """The bytes of a stream to arrays (samples, channels) of bounded length and size, checked."""
+    """The bytes of a stream to arrays (samples, channels) of bounded length and size.
 
-    def __init__(self, options: pb.EncodeStreamOpen, limits: Limits) -> None:
-        self._dtype = np.dtype(_SAMPLE_TYPES[options.format])
+    Attributes:
+        samples: in the pieces handed out so far.
+    """
+
+    def __init__(self, options: pb.EncodeStreamOpen, limits: messages.Limits) -> None:
+        self._dtype = np.dtype(messages.SAMPLE_TYPES[options.format])
         self._channels = options.channels
         self._rate = options.sample_rate
         self._limits = limits
@@ -493,13 +460,11 @@ class _PcmPieces:
         self._buffer = bytearray()
         self.samples = 0
 
-    def push(self, data: bytes) -> list[npt.NDArray[Any]]:
+    def push(self, data: bytes) -> Iterator[npt.NDArray[Any]]:
         self._buffer += data
-        _check_duration(self.samples + len(self._buffer) // self._frame_bytes, self._rate, "pcm", self._limits)
-        pieces = []
+        messages.check_duration(self.samples + len(self._buffer) // self._frame_bytes, self._rate, "pcm", self._limits)
         while len(self._buffer) >= self._piece_bytes:
-            pieces.append(self._take(self._piece_bytes))
-        return pieces
+            yield self._take(self._piece_bytes)
 
     def finish(self) -> npt.NDArray[Any]:
         if len(self._buffer) % self._frame_bytes:
@@ -514,190 +479,8 @@ class _PcmPieces:
         data = bytes(self._buffer[:size])
         del self._buffer[:size]
         pcm = np.frombuffer(data, self._dtype).reshape(-1, self._channels)
-        _check_finite(pcm, "pcm", self.samples)
         self.samples += len(pcm)
         return pcm
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _encode_options(
-    request: pb.EncodeRequest | pb.EncodeStreamOpen, info: EngineInfo, prefix: str = ""
-) -> tuple[int, int]:
-    """(num_quantizers, group_size) of an encode request, with the defaults filled in."""
-    books = info.config.num_quantizers
-    num_quantizers = request.num_quantizers if request.HasField("num_quantizers") else books
-    group_size = request.group_size if request.HasField("group_size") else 1
-    if not 1 <= num_quantizers <= books:
-        raise invalid(f"{prefix}num_quantizers", num_quantizers, f"1..{books}, the model's codebooks")
-    if not 1 <= group_size <= MAX_GROUP_SIZE:
-        raise invalid(f"{prefix}group_size", group_size, f"1..{MAX_GROUP_SIZE}")
-    return num_quantizers, group_size
-
-
-def _answer_format(requested: int) -> pb.SampleFormat.ValueType:
-    if requested == pb.SAMPLE_FORMAT_UNSPECIFIED:
-        return pb.SAMPLE_FORMAT_FLOAT32
-    if requested not in _SAMPLE_TYPES:
-        raise invalid("format", requested, _FORMATS)
-    return pb.SampleFormat.ValueType(requested)
-
-
-def _check_format(audio: pb.Audio | pb.EncodeStreamOpen, name: str, limits: Limits) -> None:
-    if audio.format not in _SAMPLE_TYPES:
-        raise invalid(f"{name}.format", audio.format, _FORMATS)
-    if not MIN_SAMPLE_RATE <= audio.sample_rate <= MAX_SAMPLE_RATE:
-        raise invalid(f"{name}.sample_rate", audio.sample_rate, f"{MIN_SAMPLE_RATE}..{MAX_SAMPLE_RATE} Hz")
-    if not 1 <= audio.channels <= MAX_CHANNELS:
-        raise invalid(f"{name}.channels", audio.channels, f"1..{MAX_CHANNELS}")
-
-
-def _check_audio(audio: pb.Audio, name: str, info: EngineInfo, limits: Limits) -> npt.NDArray[Any]:
-    """The samples of `audio`, (samples, channels); a view.
-
-    Raises:
-        RequestError: anything about it is not allowed.
-    """
-    _check_format(audio, name, limits)
-    dtype = np.dtype(_SAMPLE_TYPES[audio.format])
-    width = audio.channels * dtype.itemsize
-    if not audio.pcm:
-        raise invalid(f"{name}.pcm", "empty", f"at least {_min_seconds(info):.3f} seconds of audio")
-    if len(audio.pcm) % width:
-        raise invalid(
-            f"{name}.pcm",
-            f"{len(audio.pcm)} bytes",
-            f"a multiple of {width} ({audio.channels} channels of {dtype.itemsize} bytes a sample)",
-        )
-    pcm = np.frombuffer(audio.pcm, dtype).reshape(-1, audio.channels)
-    _check_duration(len(pcm), audio.sample_rate, f"{name}.pcm", limits)
-    _check_length(len(pcm), audio.sample_rate, f"{name}.pcm", info)
-    _check_finite(pcm, f"{name}.pcm", 0)
-    return pcm
-
-
-def _check_duration(samples: int, sample_rate: int, name: str, limits: Limits) -> None:
-    if samples > limits.max_audio_seconds * sample_rate:
-        raise too_large(name, samples / sample_rate, limits.max_audio_seconds, "seconds")
-
-
-def _check_length(samples: int, sample_rate: int, name: str, info: EngineInfo) -> None:
-    resampled = _resampled(samples, sample_rate, info)
-    if resampled < info.config.min_samples:
-        raise invalid(
-            name,
-            f"{samples} samples at {sample_rate} Hz",
-            f"at least {info.config.min_samples} samples at {info.config.sampling_rate} Hz"
-            f" ({_min_seconds(info):.3f} seconds)",
-        )
-
-
-def _check_finite(pcm: npt.NDArray[Any], name: str, first: int) -> None:
-    """Refuse NaN, infinity and absurd amplitudes; `first` is the index of pcm[0] in the recording."""
-    # Minimum and maximum carry a NaN through, and need no array of their own.
-    if pcm.dtype.kind == "i" or not len(pcm) or max(-pcm.min(), pcm.max()) <= MAX_AMPLITUDE:
-        return
-    sample, channel = np.argwhere(~(np.abs(pcm) <= MAX_AMPLITUDE))[0]
-    raise invalid(
-        name,
-        f"{pcm[sample, channel]:.9g} at sample {first + sample}, channel {channel}",
-        f"finite numbers up to {MAX_AMPLITUDE:g}; full scale is 1",
-    )
-
-
-def _check_codes(codes: pb.Codes, name: str, info: EngineInfo, limits: Limits) -> npt.NDArray[np.uint16]:
-    """The codes as (num_quantizers, frames); a view.
-
-    Raises:
-        RequestError: anything about them is not allowed.
-    """
-    sizes = info.config.codebook_sizes
-    if not 1 <= codes.num_quantizers <= len(sizes):
-        raise invalid(f"{name}.num_quantizers", codes.num_quantizers, f"1..{len(sizes)}, the model's codebooks")
-    if codes.frames == 0:
-        raise invalid(f"{name}.frames", 0, f"1..{limits.max_frames}")
-    if codes.frames > limits.max_frames:
-        raise too_large(f"{name}.frames", codes.frames, limits.max_frames, "frames")
-    expected = codes.num_quantizers * codes.frames * 2
-    if len(codes.data) != expected:
-        raise invalid(
-            f"{name}.data",
-            f"{len(codes.data)} bytes",
-            f"{expected} bytes ({codes.num_quantizers} quantizers * {codes.frames} frames * 2 bytes)",
-        )
-    array = np.frombuffer(codes.data, "<u2").reshape(codes.num_quantizers, codes.frames)
-    for row, (values, size) in enumerate(zip(array, sizes, strict=False)):
-        if int(values.max()) >= size:
-            frame = int(np.argmax(values >= size))
-            raise invalid(
-                f"{name}.data",
-                int(values[frame]),
-                f"0..{size - 1}",
-                sentence=f"{name}: the code in row {row}, frame {frame} is {values[frame]}; codebook {row} has"
-                f" 0..{size - 1}",
-                row=row,
-                frame=frame,
-            )
-    return array
-
-
-def _check_answer_size(size: int, items: int, frames: int, limits: Limits, hint: str) -> None:
-    if size + items * _ITEM_BYTES + _CALL_BYTES > limits.max_message_bytes:
-        raise RequestError(
-            Reason.TOO_LARGE,
-            f"the answer to {frames} frames is {size} bytes; a message has at most {limits.max_message_bytes}: {hint}",
-            field="items",
-            value=str(size),
-            limit=limits.max_message_bytes,
-        )
-
-
-# ---------------------------------------------------------------- messages
-
-
-def _codes_message(codes: npt.NDArray[Any]) -> pb.Codes:
-    rows, frames = codes.shape
-    return pb.Codes(num_quantizers=rows, frames=frames, data=codes.tobytes())
-
-
-def _detail(error: RequestError, call: _Call) -> pb.ErrorDetail:
-    detail = pb.ErrorDetail(
-        reason=pb.ErrorDetail.Reason.Value(f"REASON_{error.reason.name}"),
-        field=error.field,
-        value=error.value,
-        allowed=error.allowed,
-        item=error.item,
-        limit=error.limit,
-        row=error.row,
-        frame=error.frame,
-        request_id=call.request_id,
-    )
-    if error.retry_after is not None:
-        detail.retry_after.CopyFrom(
-            Duration(nanos=int(error.retry_after * 1e9) % 10**9, seconds=int(error.retry_after))
-        )
-    return detail
-
-
-def _item_status(error: RequestError, call: _Call) -> pb.ItemStatus:
-    return pb.ItemStatus(code=_STATUS[error.reason].value[0], message=str(error), detail=_detail(error, call))
-
-
-def _trailing(error: RequestError, failed: _AllItemsFailed | None, call: _Call) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata of a failed call."""
-    entries: list[tuple[str, str | bytes]] = [
-        ("x-request-id", call.request_id),
-        ("mimo-error-detail-bin", _detail(error, call).SerializeToString()),
-    ]
-    size = 0
-    for item_error in failed.errors if failed else ():
-        status = _item_status(item_error, call).SerializeToString()
-        size += len(status) + 64
-        if size > _MAX_METADATA_BYTES:
-            break
-        entries.append(("mimo-item-status-bin", status))
-    return tuple(entries)
 
 
 @functools.cache
@@ -716,32 +499,12 @@ def _versions() -> dict[str, str]:
     }
 
 
-# ---------------------------------------------------------------- small things
-
-
-def _frames(codes: npt.NDArray[np.uint16]) -> int:
-    return int(codes.shape[1])
-
-
-def _resampled(samples: int, sample_rate: int, info: EngineInfo) -> int:
-    return -(-samples * info.config.sampling_rate // sample_rate)
-
-
-def _min_seconds(info: EngineInfo) -> float:
-    return info.config.min_samples / info.config.sampling_rate
-
-
 def _or_error(function: Callable[[], T]) -> T | RequestError:
     try:
         return function()
     except RequestError as error:
         # Its traceback would keep the request.
         return error.with_traceback(None)
-
-
-def _for_item(error: RequestError, item: int) -> RequestError:
-    values = {name: getattr(error, name) for name in error.__dataclass_fields__}
-    return RequestError(**values | {"item": item})
 
 
 async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:

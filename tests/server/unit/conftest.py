@@ -30,9 +30,10 @@ from mimo_tokenizer_server.engine import (
     Recording,
     Work,
 )
+from mimo_tokenizer_server.messages import Limits
 from mimo_tokenizer_server.model.config import TokenizerConfig
 from mimo_tokenizer_server.scheduler import Scheduler
-from mimo_tokenizer_server.service import Limits, TokenizerServicer
+from mimo_tokenizer_server.service import TokenizerServicer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AudioTokenizer"]
 

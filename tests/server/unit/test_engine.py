@@ -236,7 +236,13 @@ def _allocate(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "method", [_raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")), _allocate]
+    "method",
+    [
+        _raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+        _raise(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")),
+        _raise(MemoryError()),
+        _allocate,
+    ],
 )
 def test_too_little_memory_fails_one_item(
     tiny_engine: Engine, build: Any, monkeypatch: pytest.MonkeyPatch, method: Any

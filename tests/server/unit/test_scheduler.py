@@ -510,3 +510,18 @@ def test_close_while_loading_stays_closed(run: Any, build: Any, fakes: Any) -> N
         assert await fixture.scheduler.close(30)
 
     run(test, start=False, make_engine=make)
+
+
+@pytest.mark.parametrize("end", [SystemExit(1), KeyboardInterrupt()])
+def test_nobody_waits_for_a_thread_that_has_ended(run: Any, build: Any, end: BaseException) -> None:
+    async def test(fixture: Fixture) -> None:
+        def hook(work: Any) -> None:
+            raise end
+
+        fixture.engine.hook = hook
+        error = await _refused(fixture.scheduler.submit(build.decode_work(), None))
+        assert error.reason is Reason.DEVICE_FAILURE
+        assert "the device thread ended" in str(error)
+        assert fixture.failures == ["called"]
+
+    run(test)
