@@ -58,9 +58,10 @@ def parse(text: str) -> Address:
         path = path.removeprefix("//") if path.startswith("///") else path
         if not path or path.startswith("//"):
             raise AddressError(f"address {text!r} is no Unix socket; write unix:///absolute/path")
-        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        address = Address(path=Path(path))
+        if any(len(os.fsencode(name)) > _MAX_SOCKET_PATH for name in (path, _birthplace(Path(path)))):
             raise AddressError(f"the socket's path {path} is longer than the {_MAX_SOCKET_PATH} bytes a system takes")
-        return Address(path=Path(path))
+        return address
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/]*)):([0-9]{1,5})", text)
     if match is None or int(match[3]) > 65535:
         raise AddressError(f"address {text!r} is neither unix:///path nor host:port (an IPv6 host in brackets)")
@@ -68,32 +69,44 @@ def parse(text: str) -> Address:
 
 
 @contextlib.contextmanager
-def reserve(address: Address, socket_mode: int) -> Iterator[None]:
-    """Make way for a server that binds to `address` in the body.
+def taken(address: Address, socket_mode: int) -> Iterator[Address]:
+    """Make way for a server at `address`, which binds in the body to the address that is yielded.
 
-    A socket that nobody listens on is removed; the new one gets the permissions `socket_mode` from its first moment.
+    A Unix socket comes into being under another name, with the permissions `socket_mode` from its first moment, and is
+    moved to its place afterwards, over one that nobody listens on. gRPC removes what stands under the name it has
+    bound when it stops, and by then a successor's socket may stand in the place.
 
     Raises:
         AddressError: somebody listens there, or the socket cannot be made.
     """
     if address.path is None:
         _check_port(address)
-        yield
+        yield address
         return
     path = address.path
-    _remove_stale(path)
+    _check_stale(path)
     if not path.parent.is_dir():
         raise AddressError(f"cannot make the socket {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise AddressError(f"cannot make the socket {path}: the folder {path.parent} is not writable for this user")
+    birthplace = _birthplace(path)
     before = os.umask(0o777 & ~socket_mode)
     try:
-        yield
+        yield Address(path=birthplace)
     finally:
         os.umask(before)
+    try:
+        birthplace.replace(path)
+    except OSError as error:
+        raise AddressError(f"cannot make the socket {path}: {error.strerror}") from error
 
 
-def _remove_stale(path: Path) -> None:
+def _birthplace(path: Path) -> Path:
+    return path.with_name(f".{os.getpid()}")
+
+
+def _check_stale(path: Path) -> None:
+    """Refuse a path that is neither free nor a socket that nobody listens on."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -106,9 +119,7 @@ def _remove_stale(path: Path) -> None:
         probe.settimeout(2.0)
         try:
             probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        except FileNotFoundError:
+        except (ConnectionRefusedError, FileNotFoundError):
             pass
         except OSError as error:
             raise AddressError(f"cannot tell whether a server listens on {path}: {error}") from error

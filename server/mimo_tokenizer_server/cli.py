@@ -19,6 +19,7 @@ import numpy.typing as npt
 from mimo_tokenizer_client import ServerInfo, TokenizerClient, TokenizerError
 
 from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig
+from .model.config import MAX_AUDIO_SECONDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,7 +64,6 @@ class _Seconds(click.FloatRange):
 
 
 # More than anybody means, and less than makes a count of frames or calls outgrow its field in GetInfo's answer.
-_MAX_AUDIO_SECONDS = 1_000_000
 _MAX_COUNT = 2**32 - 1
 _DAY = 86_400
 
@@ -118,7 +118,7 @@ def cli() -> None:
 )
 @_option(
     "--max-audio-seconds",
-    type=_Seconds(min=0, max=_MAX_AUDIO_SECONDS, min_open=True),
+    type=_Seconds(min=0, max=MAX_AUDIO_SECONDS, min_open=True),
     default=None,
     help="Longest recording.  [default: the model's]",
 )

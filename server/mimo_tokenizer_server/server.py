@@ -29,6 +29,9 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AudioTokenizer"].full_name
 # The empty name stands for the whole process.
 _HEALTH_NAMES = ("", SERVICE_NAME)
 
+# How long answers that have been given may take to leave.
+_HANG_UP_SECONDS = 1.0
+
 EXIT_OK = 0
 EXIT_DEVICE_FAILURE = 3
 
@@ -107,7 +110,8 @@ class Server:
         )
         self._health = _Health()
         self._grpc = grpc.aio.server(options=_options(config))
-        tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(TokenizerServicer(self._scheduler, config), self._grpc)
+        self._servicer = TokenizerServicer(self._scheduler, config)
+        tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(self._servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
 
@@ -139,9 +143,9 @@ class Server:
 
     async def _bind(self) -> None:
         """Listen. Until the model is loaded, calls are answered with UNAVAILABLE and health with NOT_SERVING."""
-        with addresses.reserve(self._address, self._config.socket_mode):
+        with addresses.taken(self._address, self._config.socket_mode) as binding:
             try:
-                port = self._grpc.add_insecure_port(self._address.target)
+                port = self._grpc.add_insecure_port(binding.target)
             except RuntimeError as error:
                 raise addresses.AddressError(f"cannot listen on {self._address.target}: {error}") from error
             await self._grpc.start()
@@ -160,9 +164,11 @@ class Server:
         # After a device failure there is nothing to wait for but the answers that say so.
         grace = self._config.grace_seconds if self._exit_status == EXIT_OK else 1.0
         if self._address.path is not None:
-            # Before gRPC stops to listen: from then on the path may be a successor's.
+            # First of all: from then on the path is a successor's.
             self._address.path.unlink(missing_ok=True)
-        await self._grpc.stop(grace)
+        # gRPC drains too, but answers CANCELLED to calls that were on their way, and may hang up on its last answers.
+        await self._servicer.drain(grace)
+        await self._grpc.stop(_HANG_UP_SECONDS)
         idle = await self._scheduler.close(timeout=1.0)
         log(logging.INFO, "stopped", exit_status=self._exit_status)
         if not idle:

@@ -9,7 +9,7 @@ import platform
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import __version__ as protobuf_version
+from google.protobuf.message import DecodeError
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
@@ -81,6 +82,15 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         self._scheduler = scheduler
         self._config = config
         self._calls = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new calls, and wait at most `timeout` seconds for those in progress."""
+        self._draining = True
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
 
     # ------------------------------------------------------------ methods
 
@@ -290,7 +300,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         failed: _AllItemsFailed | None = None
         outcome = "OK"
         self._calls += 1
+        self._idle.clear()
         try:
+            if self._draining:
+                raise RequestError(Reason.NOT_READY, "the server is going down", retry_after=1.0)
             if self._calls > self._config.max_concurrent_calls and method != "GetInfo":
                 raise RequestError(
                     Reason.QUEUE_FULL,
@@ -304,6 +317,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             error = failed.first
         except RequestError as request_error:
             error = request_error
+        except DecodeError:  # in a stream; gRPC answers itself where a call is one message
+            error = invalid("message", "no message of this method", "what tokenizer.proto says")
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "CANCELLED"
             raise
@@ -314,6 +329,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             error = RequestError(Reason.INTERNAL, f"the server failed on request {call.request_id}; its log says why")
         finally:
             self._calls -= 1
+            if not self._calls:
+                self._idle.set()
             if error is not None:
                 outcome = messages.STATUS[error.reason].name
             log(

@@ -14,6 +14,9 @@ ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
 NORMS = ("LayerNorm", "RMSNorm")
 PADDINGS = ("same", "center")
 
+# Longer recordings (11 days) are nobody's, and their frames would no longer fit the contract's fields.
+MAX_AUDIO_SECONDS = 1_000_000
+
 # Frames of mel that are encoded together; a longer recording is cut. Not in the published config: the model was
 # trained and is served with it.
 SEGMENT_MEL_FRAMES = 6000
@@ -260,6 +263,7 @@ def _problems(config: TokenizerConfig) -> list[str]:
     if problems:  # what follows divides by them
         return problems
 
+    check(config.max_audio_seconds <= MAX_AUDIO_SECONDS, "max_audio_seconds", f"at most {MAX_AUDIO_SECONDS}")
     check(config.activation_function in ACTIVATIONS, "activation_function", ", ".join(ACTIVATIONS))
     check(config.ln_type in NORMS, "ln_type", ", ".join(NORMS))
     check(config.vocoder_padding in PADDINGS, "vocoder_padding", ", ".join(PADDINGS))
