@@ -99,10 +99,10 @@ def work_as_reference(device_name: str, seconds: float) -> None:
     tokenizer.encoder.quantizer.float()
     start_seconds = time.monotonic() - started
     sound, codes = inputs(tuple(config["codebook_size"]), seconds)
-    mel = reference.log_mel(config, torch.from_numpy(sound)).to(device)
+    samples, to_mel = torch.from_numpy(sound), reference.mel_front_end(config, device)
     code_tensor = torch.from_numpy(codes.astype(np.int64)).to(device)
     calls: dict[str, Callable[[], Any]] = {
-        "encode": lambda: reference.encode_segment(tokenizer, mel).cpu(),
+        "encode": lambda: reference.encode_segment(tokenizer, to_mel(samples)).cpu(),
         "decode": lambda: tokenizer.decode(code_tensor).cpu(),
         "decode_vq": lambda: tokenizer.encoder.decode_vq(code_tensor).cpu(),
     }

@@ -9,6 +9,7 @@ import importlib
 import logging
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,8 @@ def encode_segment(tokenizer: Any, mel: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-@torch.inference_mode()
-def log_mel(config: dict[str, Any], samples: torch.Tensor) -> torch.Tensor:
-    """The whole recording's mel frames (frames, n_mels), with the parameters that the reference's worker uses."""
+def mel_front_end(config: dict[str, Any], device: str | torch.device = "cpu") -> Callable[[torch.Tensor], torch.Tensor]:
+    """Samples of a whole recording to its mel frames (frames, n_mels), with the reference worker's parameters."""
     from torchaudio.transforms import MelSpectrogram
 
     transform = MelSpectrogram(
@@ -75,8 +75,14 @@ def log_mel(config: dict[str, Any], samples: torch.Tensor) -> torch.Tensor:
         n_mels=config["n_mels"],
         power=1.0,
         center=True,
-    )
-    return torch.log(torch.clip(transform(samples[None]), min=1e-7))[0].T
+    ).to(device)
+    return lambda samples: torch.log(torch.clip(transform(samples.to(device)[None]), min=1e-7))[0].T
+
+
+@torch.inference_mode()
+def log_mel(config: dict[str, Any], samples: torch.Tensor) -> torch.Tensor:
+    """A recording's mel frames (frames, n_mels)."""
+    return mel_front_end(config)(samples)
 
 
 @torch.inference_mode()
