@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--wav", type=Path, help="a sound file; without: a sound that the demo makes")
     parser.add_argument("--device", default="cpu", help="as for `mimo-tokenizer serve`")
     arguments = parser.parse_args()
+    if arguments.wav is not None and not arguments.wav.is_file():
+        sys.exit(f"there is no file {arguments.wav}")
     OUTPUT.mkdir(exist_ok=True)
     source = arguments.wav or write_vowels(OUTPUT / "input.wav")
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +89,8 @@ def roundtrip(address: str, source: Path) -> None:
     target = OUTPUT / "output.wav"
     command = ["roundtrip", str(source), str(target), "--address", address, "--plot", str(OUTPUT / "roundtrip.png")]
     print(f"running: mimo-tokenizer {' '.join(command)}", flush=True)
-    subprocess.run([sys.executable, "-m", "mimo_tokenizer_server", *command], check=True)
+    if subprocess.run([sys.executable, "-m", "mimo_tokenizer_server", *command]).returncode:
+        sys.exit("the round trip failed; the line above says why")
 
 
 def write_vowels(path: Path, rate: int = 24_000) -> Path:
@@ -115,5 +118,7 @@ def vowel(formants: tuple[int, ...], seconds: float, rate: int, pitch: float) ->
 if __name__ == "__main__":
     try:
         main()
-    except (TokenizerError, subprocess.CalledProcessError) as error:
+    except TokenizerError as error:
         sys.exit(f"demo: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 
-from .errors import ErrorDetail, InvalidInput, ServerFault
+from .errors import ErrorDetail, InvalidInput, ServerFault, TooLarge
 
 MAX_CODE = 0xFFFF
 MAX_UINT32 = 0xFFFFFFFF
@@ -123,6 +123,21 @@ def waveform_from(value: ArrayInput, sample_rate: Any) -> Waveform:
     if waveform.channels > len(samples):
         check_channels(waveform, PLAUSIBLE_CHANNELS)
     return waveform
+
+
+def check_duration(waveform: Waveform, longest: float) -> None:
+    """Refuse a waveform of more than `longest` seconds before it is sent; 0 for no limit.
+
+    Raises:
+        TooLarge: It is longer.
+    """
+    if 0 < longest < waveform.seconds:
+        message = f"the waveform is {waveform.seconds:.10g} seconds; the server's limit is {longest:.10g} seconds"
+        detail = ErrorDetail(
+            reason="TOO_LARGE", field="waveform", value=f"{waveform.seconds:.10g}", allowed=f"at most {longest:.10g}",
+            limit=longest,
+        )  # fmt: skip
+        raise TooLarge(message, detail=detail)
 
 
 def check_channels(waveform: Waveform, most: int) -> None:

@@ -22,6 +22,7 @@ from ._arrays import (
     ArrayInput,
     Waveform,
     check_channels,
+    check_duration,
     codes_from,
     codes_out,
     features_view,
@@ -44,6 +45,7 @@ from .errors import (
     TooLarge,
     error_of_item,
     in_batch,
+    named_in_batch,
 )
 from .info import Limits, ServerInfo
 
@@ -208,6 +210,7 @@ class _Encode:
 
     def check(self, item: Waveform, info: ServerInfo) -> None:
         check_channels(item, info.limits.max_channels or MAX_UINT32)
+        check_duration(item, info.limits.max_audio_seconds)
 
     def seconds(self, item: Waveform, info: ServerInfo | None) -> float:
         return item.seconds
@@ -465,7 +468,7 @@ class Core:
         sound: dict[int, _ItemT] = {}
         for index, item in enumerate(items):
             if isinstance(item, TokenizerError):
-                batch.put(index, in_batch(item, index, index))
+                batch.put(index, named_in_batch(item, index, len(items)))
             else:
                 sound[index] = item
         if sound:
@@ -484,6 +487,10 @@ class Core:
         call.deadline.grow(_default_seconds(operation.seconds(item, None) for item in items.values()))
         cached = self._info
         info = cached or (yield from self._ask_info(call))
+        longest = max(operation.seconds(item, info) for item in items.values())
+        if cached is not None and longest > info.limits.max_audio_seconds > 0:
+            # Refused here, or in the middle of a stream: it should be by the limit of now.
+            info = yield from self._ask_info(call)
         groups = batch.groups(items, info)
         fingerprint = self._fingerprint
         if len(groups) > 1 and not fingerprint:
@@ -606,7 +613,7 @@ class _Batch(Generic[_ItemT, _OutT]):
             try:
                 self.operation.check(item, info)
             except TokenizerError as error:
-                self.put(index, in_batch(error, index, index))
+                self.put(index, named_in_batch(error, index, len(items)))
             else:
                 costs.append((index, self.operation.cost(item, info)))
         return split(costs, info.limits)

@@ -54,6 +54,8 @@ def resolve_address(address: str | None) -> str:
             raise _bad_address(
                 "", f"no address of a tokenizer service: pass one (unix:///path or host:port) or set {ADDRESS_VARIABLE}"
             )
+    if not isinstance(address, str):
+        raise _bad_address(str(address), f"{source} is {address!r}, not text such as unix:///path or host:port")
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
         if path.startswith("//"):
@@ -69,6 +71,8 @@ def resolve_address(address: str | None) -> str:
             )
         return address
     host, _, port = address.rpartition(":")
+    if not host and address.startswith(":"):  # as the server takes it: this machine
+        host, address = "127.0.0.1", f"127.0.0.1{address}"
     if re.fullmatch(r"[^\s/:]+|\[[0-9A-Fa-f:.%\w]+\]", host) and port.isascii() and port.isdigit():
         if 0 < int(port) <= 65535:
             return address

@@ -165,6 +165,11 @@ def in_batch(error: _ErrorT, sent_as: int, item: int) -> _ErrorT:
     return type(error)(message, code=error.code, detail=detail)
 
 
+def named_in_batch(error: _ErrorT, item: int, items: int) -> _ErrorT:
+    """Return a copy of an error that the client found in an item, which names the item if there are several."""
+    return in_batch(error, -1 if items > 1 else item, item)
+
+
 @dataclass(frozen=True)
 class Failure:
     """How one attempt of a call failed, the same for both flavours of gRPC."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import os
 import re
@@ -84,21 +85,37 @@ def taken(address: Address, socket_mode: int) -> Iterator[Address]:
         yield address
         return
     path = address.path
-    _check_stale(path)
     if not path.parent.is_dir():
         raise AddressError(f"cannot make the socket {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise AddressError(f"cannot make the socket {path}: the folder {path.parent} is not writable for this user")
     birthplace = _birthplace(path)
-    before = os.umask(0o777 & ~socket_mode)
+    with _alone_in(path.parent):
+        _check_stale(path)
+        before = os.umask(0o777 & ~socket_mode)
+        try:
+            yield Address(path=birthplace)
+        finally:
+            os.umask(before)
+        try:
+            birthplace.replace(path)
+        except OSError as error:
+            raise AddressError(f"cannot make the socket {path}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other servers that start at the same moment from looking at this folder's sockets before ours is there."""
     try:
-        yield Address(path=birthplace)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder that may be entered, not listed
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        os.umask(before)
-    try:
-        birthplace.replace(path)
-    except OSError as error:
-        raise AddressError(f"cannot make the socket {path}: {error.strerror}") from error
+        os.close(descriptor)
 
 
 def _birthplace(path: Path) -> Path:

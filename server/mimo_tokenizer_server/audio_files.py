@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +110,9 @@ def read_codes(path: Path) -> StoredCodes:
         FileError: it is no such file.
     """
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise ValueError("it is a single array")
-        with loaded as stored:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is no archive of arrays")
+        with np.load(path, allow_pickle=False) as stored:
             codes = stored.get("codes")
             fingerprint = str(stored["fingerprint"]) if "fingerprint" in stored else None
     except Exception as error:  # zipfile, zlib and numpy each have their own for a file that is damaged
@@ -128,6 +128,8 @@ def _replace(path: Path, save: Callable[[IO[bytes]], None]) -> None:
     """Write a file next to its place and move it there: never half of it, never an old one destroyed for nothing."""
     try:
         place = path.resolve()  # what a link points to
+        if not place.parent.is_dir():
+            raise FileError(f"cannot write {path}: there is no folder {place.parent}")
         if place.exists() and not place.is_file():
             # A device or a pipe is written to, never replaced.
             with tempfile.TemporaryFile() as whole, open(place, "wb") as target:

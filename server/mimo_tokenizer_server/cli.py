@@ -82,7 +82,7 @@ def cli() -> None:
     "--model",
     default=None,
     help="Checkpoint: a folder with config.json and model.safetensors, or a Hugging Face hub id. With --load-format"
-    f" dummy also a JSON file or one of the built-in configs: {', '.join(BUILT_IN_MODELS)}.",
+    f" dummy also a JSON file or one of the built-in configs, {' or '.join(BUILT_IN_MODELS)}, the first if left out.",
 )
 @_option("--revision", help="Branch, tag or commit of a hub id.")
 @_option(
@@ -150,6 +150,8 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         if flags["load_format"] != "dummy":
             raise click.UsageError("--model is missing: a folder, a hub id, or --load-format dummy for random weights")
         model = "published"
+    elif model in BUILT_IN_MODELS and flags["load_format"] != "dummy" and not Path(model).is_dir():
+        raise click.UsageError(f"--model: {model} is a built-in config without weights; add --load-format dummy")
     config = ServeConfig(model=model, max_message_bytes=max_message_mib * MIB, **flags)
     configure_logging(config.log_level, config.log_format)
     try:
@@ -240,9 +242,13 @@ def roundtrip(
     source: Path, target: Path, address: str, num_quantizers: int | None, plot: Path | None, timeout: float | None
 ) -> None:
     """Encode a sound file and decode its codes; what comes back is as long as what went in."""
-    from . import audio_files
+    from . import audio_files, picture
 
+    if target.resolve() == source.resolve():
+        raise click.UsageError(f"{target} would be written over what it is made of")
     audio_files.format_of(target)
+    if plot is not None:
+        picture.format_of(plot)
     with _client(address) as client:
         waveform, rate = audio_files.read(source)
         info = client.info()
@@ -257,9 +263,7 @@ def roundtrip(
     _report(codes, waveform.shape[-1] / rate, seconds, info)
     click.echo(f"wrote {target}")
     if plot is not None:
-        from .picture import draw
-
-        draw(plot, [(source.name, waveform, rate), (target.name, samples, info.model.sample_rate)])
+        picture.draw(plot, [(source.name, waveform, rate), (target.name, samples, info.model.sample_rate)])
         click.echo(f"wrote {plot}")
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 
 from .config import ServeConfig
 from .engine import EngineInfo
 from .errors import Reason, RequestError, invalid, too_large
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 MAX_ITEMS = 1024
 MAX_CHANNELS = 64
@@ -30,8 +33,13 @@ MAX_AMPLITUDE = 1e6
 # Room in a message for what is no payload: tags, lengths, timings, and statuses of items.
 CALL_BYTES = 1024
 _ITEM_BYTES = 256
+_FAILED_ITEM_BYTES = 1024
 # Trailing metadata above about 8 KiB is refused by clients.
 _MAX_METADATA_BYTES = 6000
+
+# Of protobuf's encoding: wire types, and how many fields beside the items a request has, with a few to spare.
+_VARINT, _BYTES, _FIXED = 0, 2, {1: 8, 5: 4}
+_OTHER_FIELDS = 16
 
 SAMPLE_TYPES: dict[int, npt.DTypeLike] = {pb.SAMPLE_FORMAT_FLOAT32: "<f4", pb.SAMPLE_FORMAT_INT16: "<i2"}
 _FORMATS = "SAMPLE_FORMAT_FLOAT32 (1), SAMPLE_FORMAT_INT16 (2)"
@@ -146,7 +154,7 @@ def check_finite(pcm: npt.NDArray[Any], name: str, first: int) -> None:
     # Minimum and maximum carry a NaN through, and need no array of their own.
     if pcm.dtype.kind == "i" or not len(pcm) or max(-pcm.min(), pcm.max()) <= MAX_AMPLITUDE:
         return
-    sample, channel = np.argwhere(~(np.abs(pcm) <= MAX_AMPLITUDE))[0]
+    sample, channel = divmod(int(np.argmax(~(np.abs(pcm) <= MAX_AMPLITUDE))), pcm.shape[1])
     raise invalid(
         name,
         f"{pcm[sample, channel]:.9g} at sample {first + sample}, channel {channel}",
@@ -190,8 +198,9 @@ def check_codes(codes: pb.Codes, name: str, info: EngineInfo, limits: Limits) ->
     return array
 
 
-def check_answer_size(size: int, items: int, frames: int, limits: Limits, hint: str) -> None:
-    if size + items * _ITEM_BYTES + CALL_BYTES > limits.max_message_bytes:
+def check_answer_size(size: int, good: int, failed: int, frames: int, limits: Limits, hint: str) -> None:
+    """Refuse a call whose answer, `size` bytes for its `good` items and the statuses of the `failed`, has no room."""
+    if size + good * _ITEM_BYTES + failed * _FAILED_ITEM_BYTES + CALL_BYTES > limits.max_message_bytes:
         raise RequestError(
             Reason.TOO_LARGE,
             f"the answer to {frames} frames is {size} bytes; a message has at most {limits.max_message_bytes}: {hint}",
@@ -262,3 +271,51 @@ def resampled_length(samples: int, sample_rate: int, info: EngineInfo) -> int:
 
 def _min_seconds(info: EngineInfo) -> float:
     return info.config.min_samples / info.config.sampling_rate
+
+
+def parse(kind: type[MessageT], data: bytes) -> MessageT:
+    """Parse a request, after a look at how many fields it has: a message of empty items is small, what it becomes not.
+
+    Raises:
+        RequestError: it has more items than a call may, or it is no such message.
+    """
+    try:
+        if _too_many_fields(data):
+            sentence = f"the call has more than {MAX_ITEMS} items"
+            raise RequestError(Reason.TOO_LARGE, sentence, "items", f"over {MAX_ITEMS}", f"1..{MAX_ITEMS}", MAX_ITEMS)
+        return kind.FromString(data)
+    except DecodeError:
+        raise invalid("message", "no message of this method", "what tokenizer.proto says") from None
+
+
+def _too_many_fields(data: bytes) -> bool:
+    """Whether a serialized message has more fields at its top than `MAX_ITEMS` and a request's few others."""
+    position = 0
+    for _ in range(MAX_ITEMS + _OTHER_FIELDS):
+        if position >= len(data):
+            return False
+        tag, position = _varint(data, position)
+        if tag & 7 == _VARINT:
+            _, position = _varint(data, position)
+        elif tag & 7 == _BYTES:
+            size, position = _varint(data, position)
+            position += size
+        elif tag & 7 in _FIXED:
+            position += _FIXED[tag & 7]
+        else:
+            raise DecodeError("groups, which no message here has")
+    return position < len(data)
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number at `position`, and the position after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
+            break
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise DecodeError("a truncated number")

@@ -29,6 +29,7 @@ def draw(path: Path, sounds: Sequence[tuple[str, npt.NDArray[Any], int]]) -> Non
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    kind = format_of(path)
     figure = Figure(figsize=(6.5 * len(sounds), 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, len(sounds), squeeze=False, sharex="col", height_ratios=(1, 2))
@@ -46,9 +47,24 @@ def draw(path: Path, sounds: Sequence[tuple[str, npt.NDArray[Any], int]]) -> Non
         lower.set(xlabel="seconds", ylabel="mel band")
         figure.colorbar(image, ax=lower, label="dB")
     try:
-        figure.savefig(path, format=path.suffix[1:] or "png", dpi=110)
+        figure.savefig(path, format=kind, dpi=110)
     except (OSError, ValueError) as error:
         raise FileError(f"cannot write {path}: {error}") from error
+
+
+def format_of(path: Path) -> str:
+    """The format that a picture's ending names, PNG if it has none.
+
+    Raises:
+        FileError: it names none of matplotlib's.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    kind = path.suffix[1:].lower() or "png"
+    if kind not in known:
+        raise FileError(f"cannot write {path}: its ending names none of {', '.join(known)}")
+    return kind
 
 
 def log_mel(mono: npt.NDArray[np.float64], rate: int) -> npt.NDArray[np.float64]:

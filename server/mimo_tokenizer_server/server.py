@@ -13,18 +13,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
-from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
-
 from . import address as addresses
 from .config import ServeConfig
 from .engine import Engine
+from .handlers import SERVICE, generic_handler
 from .messages import Limits
 from .scheduler import Scheduler
 from .service import TokenizerServicer
 from .telemetry import log
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AudioTokenizer"].full_name
+SERVICE_NAME = SERVICE.full_name
 
 # The empty name stands for the whole process.
 _HEALTH_NAMES = ("", SERVICE_NAME)
@@ -33,6 +31,7 @@ _HEALTH_NAMES = ("", SERVICE_NAME)
 _HANG_UP_SECONDS = 1.0
 
 EXIT_OK = 0
+EXIT_NO_START = 1
 EXIT_DEVICE_FAILURE = 3
 
 
@@ -40,6 +39,8 @@ def _options(config: ServeConfig) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
+        # No compression: neither sound nor codes shrink, but a few bytes can grow to the largest message.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         # With it two servers on one port share its connections, without a word.
         ("grpc.so_reuseport", 0),
         # Let clients notice a dead connection within a minute without being sent away for asking.
@@ -79,6 +80,7 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """The status now, and each further one."""
         known = request.service in _HEALTH_NAMES
+        del request  # a watch has no end, and its request may be of any size
         told = None
         while True:
             draining, changed = self._draining, self._changed
@@ -111,7 +113,7 @@ class Server:
         self._health = _Health()
         self._grpc = grpc.aio.server(options=_options(config))
         self._servicer = TokenizerServicer(self._scheduler, config)
-        tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(self._servicer, self._grpc)
+        self._grpc.add_generic_rpc_handlers((generic_handler(self._servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
 
@@ -133,6 +135,8 @@ class Server:
             stopping = asyncio.ensure_future(self._stopping.wait())
             await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
+                if loading.exception() is not None:
+                    self._exit_status = EXIT_NO_START
                 loading.result()
                 self._health.set(True)
                 log(logging.INFO, "serving", address=self._address.target, pid=os.getpid())

@@ -18,7 +18,6 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import __version__ as protobuf_version
-from google.protobuf.message import DecodeError
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
@@ -38,6 +37,8 @@ _PIECE_SECONDS = 60
 _MAX_PIECE_BYTES = 32 << 20
 # DecodeLong's answer in pieces of this size: small enough to share a connection with short calls.
 _PIECE_BYTES = 1 << 20
+# How long a stream may keep the server waiting, for its next message or until it reads its answer.
+IDLE_SECONDS = 60
 # Message contents above this size are checked and converted in a thread, so that the event loop goes on.
 _OFF_LOOP_BYTES = 256 << 10
 
@@ -92,6 +93,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
 
+    async def refuse(self, method: str, error: RequestError, context: Any) -> None:
+        """End a call that does not get as far as its method, or no further, with the error's status."""
+        async with self._call(method, context):
+            raise error
+
     # ------------------------------------------------------------ methods
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
@@ -116,7 +122,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 counts = [info.config.audio_code_frames(length) for length in lengths]
                 padded = sum(-(-count // group_size) * group_size for count in counts)
                 size = padded * num_quantizers * 2
-                messages.check_answer_size(size, call.items, padded, limits, "send fewer items a call")
+                messages.check_answer_size(
+                    size, len(items), call.items - len(items), padded, limits, "send fewer items a call"
+                )
                 return sum(counts)
 
             answers = await self._items(call, request.ByteSize(), parse, frames, run)
@@ -140,7 +148,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             def frames(items: Collection[npt.NDArray[np.uint16]]) -> int:
                 count = sum(map(messages.frames_of, items))
                 size = count * info.config.d_model * 4
-                messages.check_answer_size(size, call.items, count, limits, "ask for fewer frames a call")
+                messages.check_answer_size(
+                    size, len(items), call.items - len(items), count, limits, "ask for fewer frames a call"
+                )
                 return count
 
             async def run(index: int, codes: npt.NDArray[np.uint16]) -> npt.NDArray[Any]:
@@ -172,7 +182,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
 
             def frames(works: Collection[DecodeWork]) -> int:
                 answered = sum(max(0, messages.frames_of(work.codes) - work.left_context_frames) for work in works)
-                messages.check_answer_size(answered * frame_bytes, call.items, answered, limits, "DecodeLong takes it")
+                failed = call.items - len(works)
+                size = answered * frame_bytes
+                messages.check_answer_size(size, len(works), failed, answered, limits, "DecodeLong takes it")
                 return sum(messages.frames_of(work.codes) for work in works)
 
             async def run(index: int, work: DecodeWork) -> npt.NDArray[Any]:
@@ -195,7 +207,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
     ) -> AsyncIterator[pb.EncodeStreamResponse]:
         """One long waveform to codes, with memory for a segment."""
         async with self._call("EncodeStream", context) as call:
-            first = await anext(aiter(request_iterator), None)
+            requests = _in_time(request_iterator)
+            first = await anext(requests, None)
             kind = first.WhichOneof("message") if first is not None else None
             if first is None or kind != "open":
                 raise invalid("message", kind or "absent", "`open` in the first message")
@@ -209,17 +222,17 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             # A stream holds a piece at a time, whatever its length.
             piece_frames = info.config.audio_code_frames(_PIECE_SECONDS * info.config.sampling_rate)
             with self._scheduler.admit(min(piece_frames, self._scheduler.max_queued_frames)):
-                async for message in request_iterator:
+                async for message in requests:
                     if (kind := message.WhichOneof("message")) != "pcm":
                         raise invalid("message", kind or "absent", "`pcm` in all messages after the first")
                     for pcm in pieces.push(message.pcm):
-                        await _off_loop(pcm.nbytes, messages.check_finite, pcm, "pcm", pieces.samples - len(pcm))
+                        await off_loop(pcm.nbytes, messages.check_finite, pcm, "pcm", pieces.samples - len(pcm))
                         codes = await self._encode_piece(call, recording, pcm, last=False)
                         if codes.shape[1]:
                             yield pb.EncodeStreamResponse(codes=messages.codes_message(codes))
                 pcm = pieces.finish()
                 messages.check_length(pieces.samples, options.sample_rate, "pcm", info)
-                await _off_loop(pcm.nbytes, messages.check_finite, pcm, "pcm", pieces.samples - len(pcm))
+                await off_loop(pcm.nbytes, messages.check_finite, pcm, "pcm", pieces.samples - len(pcm))
                 codes = await self._encode_piece(call, recording, pcm, last=True)
                 yield pb.EncodeStreamResponse(codes=messages.codes_message(codes), timings=call.timings())
 
@@ -228,7 +241,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         async with self._call("DecodeLong", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
             sample_format = messages.answer_format(request.format)
-            codes = await _off_loop(
+            codes = await off_loop(
                 request.ByteSize(), messages.check_codes, request.item.codes, "item.codes", info, limits
             )
             call.items, call.frames = 1, messages.frames_of(codes)
@@ -292,8 +305,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         remaining = context.time_remaining()
         call = _Call(
             method,
-            request_id=metadata.get("x-request-id", "")[:128] or uuid.uuid4().hex,
-            client=metadata.get("x-client", "-")[:128],
+            request_id=_printable(metadata.get("x-request-id", "")) or uuid.uuid4().hex,
+            client=_printable(metadata.get("x-client", "-")),
             deadline=None if remaining is None else time.monotonic() + remaining,
         )
         error: RequestError | None = None
@@ -317,8 +330,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             error = failed.first
         except RequestError as request_error:
             error = request_error
-        except DecodeError:  # in a stream; gRPC answers itself where a call is one message
-            error = invalid("message", "no message of this method", "what tokenizer.proto says")
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "CANCELLED"
             raise
@@ -406,7 +417,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         def parse_all() -> list[T | RequestError]:
             return [_or_error(functools.partial(parse, index)) for index in range(call.items)]
 
-        parsed = await _off_loop(size, parse_all)
+        parsed = await off_loop(size, parse_all)
         answers: list[npt.NDArray[Any] | RequestError | None] = [
             item if isinstance(item, RequestError) else None for item in parsed
         ]
@@ -516,6 +527,11 @@ def _versions() -> dict[str, str]:
     }
 
 
+def _printable(text: str) -> str:
+    """What a caller calls itself or its request, as it may stand in metadata and in logs."""
+    return "".join(character if " " <= character <= "~" else "?" for character in text[:128]).strip()
+
+
 def _or_error(function: Callable[[], T]) -> T | RequestError:
     try:
         return function()
@@ -524,7 +540,22 @@ def _or_error(function: Callable[[], T]) -> T | RequestError:
         return error.with_traceback(None)
 
 
-async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+async def _in_time(requests: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The messages of a stream, of which the next one may not keep the server waiting for ever."""
+    iterator = aiter(requests)
+    while True:
+        try:
+            message = await asyncio.wait_for(anext(iterator, None), IDLE_SECONDS)
+        except asyncio.TimeoutError:
+            raise RequestError(
+                Reason.DEADLINE, f"the stream's next message did not come within {IDLE_SECONDS} seconds"
+            ) from None
+        if message is None:
+            return
+        yield message
+
+
+async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
     """Call `function`, in a thread if it goes over much data."""
     return await asyncio.to_thread(function, *args) if size > _OFF_LOOP_BYTES else function(*args)
 

@@ -32,12 +32,18 @@ def test_addresses(address: str) -> None:
         assert client.address == address
 
 
+def test_a_port_alone_is_this_machine() -> None:
+    with TokenizerClient(":50051") as client:
+        assert client.address == "127.0.0.1:50051"
+
+
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
         ("", "neither unix:///path nor host:port"),
         ("localhost", "neither unix:///path nor host:port"),
-        (":50051", "neither unix:///path nor host:port"),
+        (":0", "port outside 1..65535"),
+        (50051, "not text such as unix:///path or host:port"),
         ("localhost:", "neither unix:///path nor host:port"),
         ("http://localhost:50051", "neither unix:///path nor host:port"),
         ("::1:50051", "neither unix:///path nor host:port"),
@@ -50,7 +56,7 @@ def test_addresses(address: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [TokenizerClient, AsyncTokenizerClient])
-def test_what_is_no_address(kind: Any, address: str, sentence: str) -> None:
+def test_what_is_no_address(kind: Any, address: Any, sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         kind(address)
 

@@ -115,6 +115,28 @@ def test_names_that_are_no_metadata(name: str) -> None:
         library.TokenizerClient("localhost:1", name=name)
 
 
+def test_a_recording_that_is_too_long_is_not_sent(serve: Factory, connect: Factory) -> None:
+    server = serve(max_audio_seconds=1.0)
+    client = connect(server.address)
+    assert client.encode(np.zeros(8000, np.float32), 8000).shape[0] == 3
+    with pytest.raises(TooLarge, match=r"^the waveform is 2.5 seconds; the server's limit is 1 seconds$") as refused:
+        client.encode(np.zeros(20_000, np.float32), 8000)
+    assert refused.value.detail.limit == 1.0
+    assert len(server.seen("Encode")) == 1
+    assert not server.seen("EncodeStream")
+    # Not by a limit that was once known.
+    server.limits["max_audio_seconds"] = 5.0
+    assert client.encode(np.zeros(20_000, np.float32), 8000).shape[0] == 3
+
+
+def test_an_error_that_the_client_finds_names_the_item(serve: Factory, connect: Factory) -> None:
+    client = connect(serve().address)
+    with pytest.raises(InvalidInput, match=r"^item 1 of the batch: the waveform is empty"):
+        client.encode_batch([wave(50), wave(0)], 8000)
+    with pytest.raises(InvalidInput, match=r"^the waveform is empty"):
+        client.encode(wave(0), 8000)
+
+
 # ---------------------------------------------------------------- batches
 
 

@@ -25,8 +25,12 @@ _LOWPASS_WIDTH = 6
 _ROLLOFF = 0.99
 
 # torchaudio keeps a filter for each phase of the reduced ratio, all but a few taps of it zero: 37 GB from 383,999 Hz.
-# Above this many values (16 MiB) the taps are worked out where they are needed.
-_MAX_KERNEL_VALUES = 1 << 22
+# Above this many values (512 KiB, more than any rate in use takes) the taps are worked out where they are needed: a
+# filter takes as long to make for a moment of sound as for an hour.
+_MAX_KERNEL_VALUES = 1 << 17
+
+# Taps that are worked out together (16 MiB of weights).
+_TAPS_AT_ONCE = 1 << 22
 
 # Inputs that are resampled together, in seconds.
 _BLOCK_SECONDS = 5
@@ -212,7 +216,7 @@ class Resampler:
         out = torch.empty(count, device=inputs.device)
         taps = torch.arange(2 * self._width + 2, device=inputs.device)
         padded = F.pad(inputs, (self._width, self._width + 2))
-        rows = max(1, _MAX_KERNEL_VALUES // len(taps))
+        rows = max(1, _TAPS_AT_ONCE // len(taps))
         for row in range(0, count, rows):
             outputs = torch.arange(first + row, first + min(row + rows, count), device=inputs.device)
             nearest, weights = self._taps(outputs)

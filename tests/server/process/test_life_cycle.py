@@ -375,3 +375,13 @@ def test_ipv6_loopback(start: Start, works: Works) -> None:
         works(server)
     else:
         assert_one_sentence(refused(server), "[::1]:0")
+
+
+def test_of_two_servers_at_once_one_gets_the_socket(start: Start, works: Works) -> None:
+    first = start()
+    second = start(address=first.asked)
+    eventually(lambda: first.process.poll() is not None or second.process.poll() is not None)
+    loser, winner = (first, second) if first.process.poll() is not None else (second, first)
+    assert loser.wait() == 1
+    assert "a server already listens on" in loser.log
+    works(winner.ready())

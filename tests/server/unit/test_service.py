@@ -20,6 +20,7 @@ from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
 from mimo_tokenizer_server.config import BUILT_IN_MODELS
 from mimo_tokenizer_server.engine import DecodeVqWork, DecodeWork, DeviceFailure, EncodePiece, Engine
 from mimo_tokenizer_server.errors import Reason, RequestError, too_large
+from mimo_tokenizer_server.handlers import generic_handler
 from mimo_tokenizer_server.model.config import TokenizerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -564,7 +565,7 @@ class _Served:
 
     async def __aenter__(self) -> _Served:
         self._server = grpc.aio.server()
-        tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(self._rig.servicer, self._server)
+        self._server.add_generic_rpc_handlers((generic_handler(self._rig.servicer),))
         servicer = health.aio.HealthServicer()
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
@@ -574,6 +575,10 @@ class _Served:
         self.stub: Any = tokenizer_pb2_grpc.AudioTokenizerStub(self._channel)
         self.health: Any = health_pb2_grpc.HealthStub(self._channel)
         return self
+
+    def raw(self, method: str) -> Any:
+        """A unary method that takes bytes."""
+        return self._channel.unary_unary(f"/mimo_audio_tokenizer.v1.AudioTokenizer/{method}")
 
     async def __aexit__(self, *exc: object) -> None:
         await self._channel.close()
@@ -658,3 +663,82 @@ def test_a_call_without_a_deadline_over_a_real_channel(rig: Any, build: Any) -> 
             assert response.items[0].status.code == 0
 
     _run(rig, check())
+
+
+# ---------------------------------------------------------------- bytes, and callers that do nothing
+
+
+def test_what_is_no_message_gets_a_proper_status(rig: Any, build: Any) -> None:
+    async def check() -> None:
+        async with _Served(rig) as served:
+            for method in ("Encode", "DecodeVq", "Decode", "GetInfo"):
+                for data in (b"\xff", b"\x0a\x7f", b"\x0b\x0c", b"\x80" * 11):
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await served.raw(method)(data, timeout=30, metadata=(("x-request-id", "r1"),))
+                    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                    assert _detail(refused.value).field == "message"
+                    assert _detail(refused.value).request_id == "r1"
+            assert (await served.stub.Decode(build.good("Decode"), timeout=30)).items[0].status.code == 0
+
+    _run(rig, check())
+
+
+def test_a_million_empty_items_are_not_built(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(pb.EncodeRequest, "FromString", staticmethod(built.append), raising=False)
+
+    async def check() -> None:
+        async with _Served(rig) as served:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await served.raw("Encode")(b"\x0a\x00" * 1_000_000, timeout=30)
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert refused.value.details() == "the call has more than 1024 items"
+
+    _run(rig, check())
+    assert not built
+
+
+@pytest.mark.parametrize("messages", [0, 1, 2])
+def test_a_stream_that_sends_nothing_more_ends(
+    rig: Any, build: Any, monkeypatch: pytest.MonkeyPatch, messages: int
+) -> None:
+    monkeypatch.setattr("mimo_tokenizer_server.service.IDLE_SECONDS", 0.2)
+
+    async def check() -> None:
+        async with _Served(rig) as served:
+            call = served.stub.EncodeStream(timeout=30)
+            for message in build.good("EncodeStream")[:messages]:
+                await call.write(message)
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await call.read()
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "did not come within 0.2 seconds" in str(ended.value.details())
+
+    _run(rig, check())
+    assert rig.admitted() == 0
+
+
+def test_an_answer_that_nobody_reads_gives_up_its_place(
+    make_rig: Any, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mimo_tokenizer_server.handlers.IDLE_SECONDS", 0.5)
+    rig = make_rig(max_audio_seconds=1800.0)
+    request = pb.DecodeLongRequest(item=pb.DecodeItem(codes=build.codes(build.code_array(20_000))))
+
+    async def check() -> None:
+        async with _Served(rig) as served:
+            call = served.stub.DecodeLong(request, timeout=30)
+            await call.read()
+            await _until(lambda: rig.servicer._calls == 0)
+            # The place is free again, and the server answers others.
+            assert (await served.stub.Decode(build.good("Decode"), timeout=30)).items[0].status.code == 0
+            call.cancel()
+
+    _run(rig, check())
+    assert rig.admitted() == 0
+
+
+def test_odd_bytes_in_a_request_id_do_no_harm(rig: Any) -> None:
+    odd = rig.call("Decode", pb.DecodeRequest(), metadata=(("x-request-id", "a\x01b\n\u00e9"),))
+    assert odd.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(odd.trailing)["x-request-id"] == "a?b??"

@@ -1,0 +1,104 @@
+"""The servicer's methods as gRPC calls them: from bytes on, so that whatever arrives is checked in one place.
+
+gRPC's own parsing answers UNKNOWN to what is no message, and has built a million empty items before anybody counts
+them. Here a request is parsed off the event loop, after a look at its size, and its faults get a proper status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
+
+from . import messages
+from .errors import Reason, RequestError
+from .service import IDLE_SECONDS, TokenizerServicer, off_loop
+
+T = TypeVar("T")
+
+SERVICE = pb.DESCRIPTOR.services_by_name["AudioTokenizer"]
+
+
+def generic_handler(servicer: TokenizerServicer) -> grpc.GenericRpcHandler:
+    """All methods of the contract, for `grpc.aio.Server.add_generic_rpc_handlers`."""
+    return grpc.method_handlers_generic_handler(
+        SERVICE.full_name, {method.name: _handler(servicer, method) for method in SERVICE.methods}
+    )
+
+
+def _handler(servicer: TokenizerServicer, method: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    kind: type[Message] = GetMessageClass(method.input_type)
+    call = getattr(servicer, method.name)
+    serialize = GetMessageClass(method.output_type).SerializeToString
+
+    async def parsed(data: bytes, context: Any) -> Message:
+        try:
+            return await off_loop(len(data), messages.parse, kind, data)
+        except RequestError as error:
+            refusal = error.with_traceback(None)
+        await servicer.refuse(method.name, refusal, context)
+        raise AssertionError("refuse() ends the call")
+
+    async def each_parsed(stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        async for data in stream:
+            yield await off_loop(len(data), messages.parse, kind, data)
+
+    async def answer(data: bytes, context: Any) -> Message:
+        request = await parsed(data, context)
+        del data
+        response: Message = await call(request, context)
+        return response
+
+    async def answer_in_stream(data: bytes, context: Any) -> None:
+        request = await parsed(data, context)
+        del data
+        await _write_all(call(request, context), servicer, method.name, context)
+
+    async def answer_stream(stream: AsyncIterator[bytes], context: Any) -> None:
+        await _write_all(call(each_parsed(stream), context), servicer, method.name, context)
+
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(_forgetful(answer_stream), None, serialize)
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(_forgetful(answer_in_stream), None, serialize)
+    return grpc.unary_unary_rpc_method_handler(_forgetful(answer), None, serialize)
+
+
+async def _write_all(responses: Any, servicer: TokenizerServicer, method: str, context: Any) -> None:
+    """Write a stream's responses; a reader that does not read gives up its place."""
+    try:
+        async for response in responses:
+            await asyncio.wait_for(context.write(response), IDLE_SECONDS)
+        return
+    except asyncio.TimeoutError:
+        pass
+    finally:
+        await responses.aclose()
+    sentence = f"the answer was not read for {IDLE_SECONDS} seconds"
+    await servicer.refuse(method, RequestError(Reason.DEADLINE, sentence), context)
+
+
+def _forgetful(method: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> Callable[[Any, Any], Awaitable[T]]:
+    """`method`, without a trace of its request in the error that ends it.
+
+    gRPC keeps that error in the call's state, to which its traceback's frames refer: a circle, in which a refused
+    request of 64 MiB would wait for the garbage collector.
+    """
+
+    async def call(request: Any, context: Any) -> T:
+        running = method(request, context)
+        del request
+        try:
+            return await running
+        except grpc.aio.AbortError as error:
+            aborted = error
+        aborted.__traceback__ = aborted.__context__ = None
+        raise aborted
+
+    return call
