@@ -10,12 +10,16 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 # sizeof(sockaddr_un.sun_path) on Linux is 108 with the closing zero.
 _MAX_SOCKET_PATH = 107
+
+# How long another server that starts in the same folder may take to bind.
+_LOCK_SECONDS = 10
 
 
 class AddressError(ValueError):
@@ -112,10 +116,21 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, folder)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise AddressError(f"another process keeps the folder {folder} locked; the socket needs it") from None
+            time.sleep(0.02)
 
 
 def _birthplace(path: Path) -> Path:

@@ -244,8 +244,6 @@ def roundtrip(
     """Encode a sound file and decode its codes; what comes back is as long as what went in."""
     from . import audio_files, picture
 
-    if target.resolve() == source.resolve():
-        raise click.UsageError(f"{target} would be written over what it is made of")
     audio_files.format_of(target)
     if plot is not None:
         picture.format_of(plot)

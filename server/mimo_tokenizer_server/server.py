@@ -26,6 +26,7 @@ SERVICE_NAME = SERVICE.full_name
 
 # The empty name stands for the whole process.
 _HEALTH_NAMES = ("", SERVICE_NAME)
+_LONGEST_NAME = 256
 
 # How long answers that have been given may take to leave.
 _HANG_UP_SECONDS = 1.0
@@ -79,8 +80,10 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """The status now, and each further one."""
+        if len(request.service) > _LONGEST_NAME:  # a watch has no end, and gRPC keeps its request until then
+            sentence = f"a service's name has at most {_LONGEST_NAME} characters"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         known = request.service in _HEALTH_NAMES
-        del request  # a watch has no end, and its request may be of any size
         told = None
         while True:
             draining, changed = self._draining, self._changed

@@ -34,7 +34,7 @@ FLAGS = {parameter.opts[0]: parameter for parameter in SERVE.params if isinstanc
 
 # Each flag with a value that is not its default, and what it is in ServeConfig.
 VALUES: dict[str, tuple[str, str, Any]] = {
-    "--model": ("tiny", "model", "tiny"),
+    "--model": ("a/b", "model", "a/b"),
     "--revision": ("main", "revision", "main"),
     "--load-format": ("dummy", "load_format", "dummy"),
     "--seed": ("7", "seed", 7),
@@ -132,6 +132,12 @@ def test_a_flag_beats_its_variable(parse: Callable[..., Any], flag: str) -> None
     given = {"--model": "x", "--device": "cpu"} | {flag: value}
     config = parse(*(text for pair in given.items() for text in pair), env=env)
     assert getattr(config, name) == wanted
+
+
+def test_a_built_in_config_has_no_weights() -> None:
+    done = CliRunner().invoke(cli, ["serve", "--model", "tiny", "--device", "cpu"])
+    assert done.exit_code == 2
+    assert "tiny is a built-in config without weights; add --load-format dummy" in done.output
 
 
 def test_an_empty_variable_is_none(parse: Callable[..., Any]) -> None:

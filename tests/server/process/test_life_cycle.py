@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import re
@@ -385,3 +386,14 @@ def test_of_two_servers_at_once_one_gets_the_socket(start: Start, works: Works) 
     assert loser.wait() == 1
     assert "a server already listens on" in loser.log
     works(winner.ready())
+
+
+def test_a_locked_folder_is_said(folder: Path, start: Start) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        server = start(address=f"unix://{folder}/s")
+        assert server.wait() == 1
+        assert "another process keeps the folder" in server.log
+    finally:
+        os.close(descriptor)

@@ -91,6 +91,17 @@ def test_health_of_a_server_that_serves(server: ServerProcess, channel: Callable
         watch.cancel()
 
 
+def test_a_watch_of_a_name_that_fills_a_message_ends(
+    server: ServerProcess, channel: Callable[[str], grpc.Channel], works: Callable[[ServerProcess], None]
+) -> None:
+    request = health_pb2.HealthCheckRequest(service="x" * 1_000_000)
+    watch = health_pb2_grpc.HealthStub(channel(server.address)).Watch(request, timeout=PATIENCE)
+    with pytest.raises(grpc.RpcError) as refused:
+        next(watch)
+    assert refused.value.code() is Code.INVALID_ARGUMENT
+    works(server)
+
+
 def test_health_from_loading_to_the_end(
     start: Callable[..., ServerProcess], channel: Callable[[str], grpc.Channel], tmp_path: Path
 ) -> None:
