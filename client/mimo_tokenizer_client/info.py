@@ -50,6 +50,7 @@ class DeviceInfo:
         quantization: "none" where the weights are used as they are.
         memory_total: Bytes; 0 where the device does not tell.
         memory_allocated: Bytes; 0 where the device does not tell.
+        batch_invariant: True if an answer is the same bits in every batch, not only as exact.
     """
 
     device: str
@@ -58,6 +59,26 @@ class DeviceInfo:
     quantization: str
     memory_total: int
     memory_allocated: int
+    batch_invariant: bool
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """How the device's memory is divided, in bytes.
+
+    Attributes:
+        limit: All that the server may use for weights and computation.
+        weights: Of the model.
+        fixed: Workspaces of the libraries, and what warming up has left allocated.
+        activations: For what is being computed.
+        state: For long items between their steps.
+    """
+
+    limit: int
+    weights: int
+    fixed: int
+    activations: int
+    state: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,7 @@ class Limits:
         max_group_size: Of `encode`.
         max_queued_frames: Frames that may be queued or computed at a time, over all calls.
         max_concurrent_calls: Calls in progress at a time; `info` and `health` are not counted.
+        max_batch_frames: Code frames that are computed together; a longer item is computed in steps.
     """
 
     max_message_bytes: int
@@ -89,6 +111,7 @@ class Limits:
     max_group_size: int
     max_queued_frames: int
     max_concurrent_calls: int
+    max_batch_frames: int
 
 
 @dataclass(frozen=True)
@@ -99,12 +122,14 @@ class ServerInfo:
         model: The loaded model.
         device: The device it is pinned to.
         limits: What the server allows.
+        memory: How the device's memory is divided.
         versions: Name to version: "server", "python", "torch", "torchaudio", "grpcio", "protobuf".
     """
 
     model: ModelInfo
     device: DeviceInfo
     limits: Limits
+    memory: MemoryInfo
     versions: dict[str, str]
 
     @classmethod
@@ -114,6 +139,7 @@ class ServerInfo:
             model=_plain(ModelInfo, message.model),
             device=_plain(DeviceInfo, message.device),
             limits=_plain(Limits, message.limits),
+            memory=_plain(MemoryInfo, message.memory),
             versions=dict(message.versions),
         )
 

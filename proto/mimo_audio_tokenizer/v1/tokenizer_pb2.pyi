@@ -273,20 +273,28 @@ class Timings(google.protobuf.message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: builtins.int
+    BATCH_ITEMS_FIELD_NUMBER: builtins.int
+    BATCH_FRAMES_FIELD_NUMBER: builtins.int
     queue_seconds: builtins.float
     """Waiting for the device: of the item that waited longest."""
     compute_seconds: builtins.float
-    """On the device: the sum over the items."""
+    """On the device: the sum over the items of the time that each one's batch took."""
     total_seconds: builtins.float
     """From the request's arrival to the answer's departure."""
+    batch_items: builtins.int
+    """Pieces of work, of this call and of others, in the largest batch that this call had a part in."""
+    batch_frames: builtins.int
+    """Code frames in that batch."""
     def __init__(
         self,
         *,
         queue_seconds: builtins.float = ...,
         compute_seconds: builtins.float = ...,
         total_seconds: builtins.float = ...,
+        batch_items: builtins.int = ...,
+        batch_frames: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["compute_seconds", b"compute_seconds", "queue_seconds", b"queue_seconds", "total_seconds", b"total_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_frames", b"batch_frames", "batch_items", b"batch_items", "compute_seconds", b"compute_seconds", "queue_seconds", b"queue_seconds", "total_seconds", b"total_seconds"]) -> None: ...
 
 global___Timings = Timings
 
@@ -684,6 +692,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
     @property
     def model(self) -> global___ModelInfo: ...
     @property
@@ -694,6 +703,8 @@ class GetInfoResponse(google.protobuf.message.Message):
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Name to version: "server", "python", "torch", "torchaudio", "grpcio", "protobuf"."""
 
+    @property
+    def memory(self) -> global___MemoryInfo: ...
     def __init__(
         self,
         *,
@@ -701,9 +712,10 @@ class GetInfoResponse(google.protobuf.message.Message):
         device: global___DeviceInfo | None = ...,
         limits: global___Limits | None = ...,
         versions: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        memory: global___MemoryInfo | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["device", b"device", "limits", b"limits", "model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "limits", b"limits", "model", b"model", "versions", b"versions"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["device", b"device", "limits", b"limits", "memory", b"memory", "model", b"model"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "limits", b"limits", "memory", b"memory", "model", b"model", "versions", b"versions"]) -> None: ...
 
 global___GetInfoResponse = GetInfoResponse
 
@@ -773,6 +785,7 @@ class DeviceInfo(google.protobuf.message.Message):
     QUANTIZATION_FIELD_NUMBER: builtins.int
     MEMORY_TOTAL_FIELD_NUMBER: builtins.int
     MEMORY_ALLOCATED_FIELD_NUMBER: builtins.int
+    BATCH_INVARIANT_FIELD_NUMBER: builtins.int
     device: builtins.str
     """As pinned, with its index: "cpu", "cuda:1"."""
     name: builtins.str
@@ -784,6 +797,8 @@ class DeviceInfo(google.protobuf.message.Message):
     memory_total: builtins.int
     """Bytes; 0 where the device does not tell."""
     memory_allocated: builtins.int
+    batch_invariant: builtins.bool
+    """True if an answer is the same bits in every batch, not only as exact."""
     def __init__(
         self,
         *,
@@ -793,10 +808,46 @@ class DeviceInfo(google.protobuf.message.Message):
         quantization: builtins.str = ...,
         memory_total: builtins.int = ...,
         memory_allocated: builtins.int = ...,
+        batch_invariant: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "memory_allocated", b"memory_allocated", "memory_total", b"memory_total", "name", b"name", "quantization", b"quantization"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_invariant", b"batch_invariant", "device", b"device", "dtype", b"dtype", "memory_allocated", b"memory_allocated", "memory_total", b"memory_total", "name", b"name", "quantization", b"quantization"]) -> None: ...
 
 global___DeviceInfo = DeviceInfo
+
+@typing.final
+class MemoryInfo(google.protobuf.message.Message):
+    """How the device's memory is divided, in bytes. What an item needs is known before it is computed; one that needs
+    more than there is for it alone is refused with RESOURCE_EXHAUSTED.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    FIXED_FIELD_NUMBER: builtins.int
+    ACTIVATIONS_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    limit: builtins.int
+    """All that the server may use for weights and computation."""
+    weights: builtins.int
+    fixed: builtins.int
+    """Workspaces of the libraries, and what warming up has left allocated."""
+    activations: builtins.int
+    """For the activations of what is being computed."""
+    state: builtins.int
+    """For the state of long items between their steps."""
+    def __init__(
+        self,
+        *,
+        limit: builtins.int = ...,
+        weights: builtins.int = ...,
+        fixed: builtins.int = ...,
+        activations: builtins.int = ...,
+        state: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activations", b"activations", "fixed", b"fixed", "limit", b"limit", "state", b"state", "weights", b"weights"]) -> None: ...
+
+global___MemoryInfo = MemoryInfo
 
 @typing.final
 class Limits(google.protobuf.message.Message):
@@ -813,6 +864,7 @@ class Limits(google.protobuf.message.Message):
     MAX_GROUP_SIZE_FIELD_NUMBER: builtins.int
     MAX_QUEUED_FRAMES_FIELD_NUMBER: builtins.int
     MAX_CONCURRENT_CALLS_FIELD_NUMBER: builtins.int
+    MAX_BATCH_FRAMES_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     """Of one message, request or answer."""
     max_items: builtins.int
@@ -829,6 +881,8 @@ class Limits(google.protobuf.message.Message):
     """Frames that may be queued or computed at a time, over all calls."""
     max_concurrent_calls: builtins.int
     """Calls in progress at a time; GetInfo and health checks are not counted."""
+    max_batch_frames: builtins.int
+    """Code frames that are computed together; a longer item is computed in steps."""
     def __init__(
         self,
         *,
@@ -843,7 +897,8 @@ class Limits(google.protobuf.message.Message):
         max_group_size: builtins.int = ...,
         max_queued_frames: builtins.int = ...,
         max_concurrent_calls: builtins.int = ...,
+        max_batch_frames: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_audio_seconds", b"max_audio_seconds", "max_channels", b"max_channels", "max_concurrent_calls", b"max_concurrent_calls", "max_frames", b"max_frames", "max_group_size", b"max_group_size", "max_items", b"max_items", "max_message_bytes", b"max_message_bytes", "max_queued_frames", b"max_queued_frames", "max_sample_rate", b"max_sample_rate", "min_audio_samples", b"min_audio_samples", "min_sample_rate", b"min_sample_rate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_audio_seconds", b"max_audio_seconds", "max_batch_frames", b"max_batch_frames", "max_channels", b"max_channels", "max_concurrent_calls", b"max_concurrent_calls", "max_frames", b"max_frames", "max_group_size", b"max_group_size", "max_items", b"max_items", "max_message_bytes", b"max_message_bytes", "max_queued_frames", b"max_queued_frames", "max_sample_rate", b"max_sample_rate", "min_audio_samples", b"min_audio_samples", "min_sample_rate", b"min_sample_rate"]) -> None: ...
 
 global___Limits = Limits
