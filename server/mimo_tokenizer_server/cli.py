@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ _UNAVAILABLE_SECONDS = 3.0
 EXIT_STATUSES = """
 \b
 Exit status: 0 after SIGTERM or SIGINT; 1 if the server cannot start (checkpoint, address);
-2 for wrong flags or a device that is not there; 3 after a device failure: restart it.
+2 for wrong flags or a device that is not there; 3 after a device failure: restart it;
+130 or 143 at once after a second SIGINT or SIGTERM.
 """
 
 
@@ -130,6 +132,23 @@ def cli() -> None:
 )
 @_option("--max-concurrent-calls", type=click.IntRange(1, _MAX_COUNT), default=128, help="Calls in progress at a time.")
 @_option(
+    "--max-batch-frames",
+    type=click.IntRange(1, _MAX_COUNT),
+    default=8192,
+    help="Code frames that are computed together; what is longer is computed in steps.",
+)
+@_option(
+    "--device-memory-limit",
+    default=None,
+    help="What the server may use of the device's memory (on cpu: of the machine's or container's), weights included:"
+    " bytes, 12GiB, 800MiB, or a share, 50% or 0.5.  [default: 90%, or what is free]",
+)
+@_option(
+    "--batch-invariant",
+    is_flag=True,
+    help="An item's codes and samples are the same bits in every batch; slower, most of all on cpu.",
+)
+@_option(
     "--grace-seconds",
     type=_Seconds(0, _DAY),
     default=30.0,
@@ -152,6 +171,9 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         model = "published"
     elif model in BUILT_IN_MODELS and flags["load_format"] != "dummy" and not Path(model).is_dir():
         raise click.UsageError(f"--model: {model} is a built-in config without weights; add --load-format dummy")
+    # OpenMP's threads spin while they wait for each other, by default. Where others want the same cores, the event loop
+    # for one, a step then takes seconds instead of milliseconds; asleep they lose nothing that can be measured.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config = ServeConfig(model=model, max_message_bytes=max_message_mib * MIB, **flags)
     configure_logging(config.log_level, config.log_format)
     try:
@@ -165,19 +187,24 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     except (ImportError, OSError, RuntimeError) as error:
         raise click.ClickException(_broken_pair(error)) from None
     from .device import DeviceError, resolve
+    from .memory import MemoryLimitError, parse_limit
     from .model.checkpoint import CheckpointError
     from .model.config import ConfigError
 
     try:
-        resolve(config.device)
+        device = resolve(config.device)
+        if config.device_memory_limit is not None:
+            parse_limit(config.device_memory_limit, device)
     except DeviceError as error:
         raise click.UsageError(f"--device: {error}") from None
+    except MemoryLimitError as error:
+        raise click.UsageError(f"--device-memory-limit: {error}") from None
     from .address import AddressError
     from .server import serve as run
 
     try:
         status = asyncio.run(run(config))
-    except (AddressError, CheckpointError, ConfigError, torch.OutOfMemoryError) as error:
+    except (AddressError, CheckpointError, ConfigError, MemoryLimitError, torch.OutOfMemoryError) as error:
         raise click.ClickException(str(error)) from None
     sys.exit(status)
 
@@ -300,6 +327,76 @@ def health(address: str, wait: float) -> None:
                 f"the server at {address} is not ready: it is starting or draining, or it is not there"
             )
     click.echo("ready")
+
+
+@cli.command("bench")
+@_address
+@click.option(
+    "--mix",
+    default="decode:40ms*8,decode:2s*2,encode:4s*1,decode-vq:1s*1",
+    show_default=True,
+    help="What is sent: method:duration*weight with commas between, the methods encode, decode and decode-vq. A"
+    " duration may be a range to draw lengths from (0.5-4s).",
+)
+@click.option(
+    "--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: callers that each wait.  [default: 8]"
+)
+@click.option("--rate", type=_Seconds(0, 100_000, min_open=True), help="Open loop: requests a second, at random times.")
+@click.option(
+    "--max-in-flight",
+    type=click.IntRange(1, 100_000),
+    default=2000,
+    show_default=True,
+    help="Open loop: requests at a time, above which one is not sent but counted.",
+)
+@click.option("--items", type=click.IntRange(min=1), default=1, show_default=True, help="Of each request.")
+@click.option("--duration", type=_Seconds(0, _DAY, min_open=True), default=10.0, show_default=True, help="Seconds.")
+@click.option("--warm-up", type=_Seconds(0, _DAY), default=2.0, show_default=True, help="Seconds before, not measured.")
+@click.option(
+    "--timeout", type=_Seconds(0, _DAY, min_open=True), default=30.0, show_default=True, help="Seconds for each call."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of contents, order and times.")
+@click.option("--check", is_flag=True, help="Compare each answer with the answer alone; exit with 1 if one differs.")
+@click.option("--json", "target", type=click.Path(dir_okay=False, writable=True, allow_dash=True), help="File, or -.")
+def bench(
+    address: str, mix: str, concurrency: int | None, rate: float | None, target: str | None, **options: Any
+) -> None:
+    """Put load on a running server; print throughput, latencies, batch sizes and rejections.
+
+    Percentiles are of what was answered: read them beside the counts of what was not. Ctrl-C ends it early, with what
+    was measured. Exit status: 0 if something was answered, and with --check nothing differed; else 1.
+    """
+    if concurrency is not None and rate is not None:
+        raise click.UsageError("--concurrency is for the closed loop and --rate for the open loop; give one")
+    if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
+        raise click.UsageError(f"--json: there is no folder {Path(target).absolute().parent}")
+    from rich.console import Console
+
+    from . import bench_mix, bench_report
+    from .bench import BenchError, Load, run
+
+    try:
+        load = Load(bench_mix.parse_mix(mix), concurrency=concurrency or 8, rate=rate, **options)
+    except bench_mix.MixError as error:
+        raise click.UsageError(f"--mix: {error}") from None
+    with _client(address) as client:
+        info = client.info()
+        try:
+            with _busy(f"measuring for {load.warm_up + load.duration:g} s"):
+                report = asyncio.run(run(address, info, load))
+        except (BenchError, bench_mix.MixError) as error:
+            raise click.ClickException(str(error)) from None
+    bench_report.show(report, Console(stderr=target == "-"))
+    if target is not None:
+        import json
+
+        try:
+            with click.open_file(target, "w") as file:
+                click.echo(json.dumps(report.as_dict(), indent=2, allow_nan=False), file=file)
+        except OSError as error:
+            raise click.ClickException(f"{target}: {error.strerror or error}") from None
+    if report.failure is not None:
+        raise click.ClickException(report.failure)
 
 
 # ---------------------------------------------------------------- what the commands share

@@ -34,6 +34,10 @@ class ServeConfig:
         max_queued_frames: code frames queued or computed at a time, over all calls; None for twice the longest
             recording's.
         max_concurrent_calls: calls of the tokenizer's own methods at a time.
+        max_batch_frames: code frames that are computed together; a longer item is computed in steps.
+        device_memory_limit: what the process may use of the device, as `memory.parse_limit` takes it; None for nine
+            tenths of what there is.
+        batch_invariant: whether an item's answer is the same bits in every batch.
         grace_seconds: how long calls in flight may take to finish after SIGTERM.
         log_level: least level that is logged.
         log_format: "text" or "json".
@@ -51,6 +55,9 @@ class ServeConfig:
     max_audio_seconds: float | None = None
     max_queued_frames: int | None = None
     max_concurrent_calls: int = 128
+    max_batch_frames: int = 8192
+    device_memory_limit: str | None = None
+    batch_invariant: bool = False
     grace_seconds: float = 30.0
     log_level: str = "info"
     log_format: str = "text"

@@ -1,7 +1,8 @@
 """The servicer's methods as gRPC calls them: from bytes on, so that whatever arrives is checked in one place.
 
 gRPC's own parsing answers UNKNOWN to what is no message, and has built a million empty items before anybody counts
-them. Here a request is parsed off the event loop, after a look at its size, and its faults get a proper status.
+them. Here a request is parsed off the event loop, after a look at its size, and its faults get a proper status; and
+what is large is serialized off it too.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def generic_handler(servicer: TokenizerServicer) -> grpc.GenericRpcHandler:
 def _handler(servicer: TokenizerServicer, method: Any) -> grpc.RpcMethodHandler[Any, Any]:
     kind: type[Message] = GetMessageClass(method.input_type)
     call = getattr(servicer, method.name)
-    serialize = GetMessageClass(method.output_type).SerializeToString
 
     async def parsed(data: bytes, context: Any) -> Message:
         try:
+            if servicer.is_full(method.name):  # `refuse` says so, before anything is done with the data
+                raise RequestError(Reason.QUEUE_FULL, "no call is taken now")
             return await off_loop(len(data), messages.parse, kind, data)
         except RequestError as error:
             refusal = error.with_traceback(None)
@@ -49,32 +51,34 @@ def _handler(servicer: TokenizerServicer, method: Any) -> grpc.RpcMethodHandler[
         async for data in stream:
             yield await off_loop(len(data), messages.parse, kind, data)
 
-    async def answer(data: bytes, context: Any) -> Message:
+    async def answer(data: bytes, context: Any) -> bytes:
+        size = len(data)
         request = await parsed(data, context)
         del data
-        response: Message = await call(request, context)
+        response: bytes = await call(request, context, size)
         return response
 
     async def answer_in_stream(data: bytes, context: Any) -> None:
+        size = len(data)
         request = await parsed(data, context)
         del data
-        await _write_all(call(request, context), servicer, method.name, context)
+        await _write_all(call(request, context, size), servicer, method.name, context)
 
     async def answer_stream(stream: AsyncIterator[bytes], context: Any) -> None:
         await _write_all(call(each_parsed(stream), context), servicer, method.name, context)
 
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_forgetful(answer_stream), None, serialize)
+        return grpc.stream_stream_rpc_method_handler(_forgetful(answer_stream))
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_forgetful(answer_in_stream), None, serialize)
-    return grpc.unary_unary_rpc_method_handler(_forgetful(answer), None, serialize)
+        return grpc.unary_stream_rpc_method_handler(_forgetful(answer_in_stream))
+    return grpc.unary_unary_rpc_method_handler(_forgetful(answer))
 
 
 async def _write_all(responses: Any, servicer: TokenizerServicer, method: str, context: Any) -> None:
     """Write a stream's responses; a reader that does not read gives up its place."""
     try:
         async for response in responses:
-            await asyncio.wait_for(context.write(response), IDLE_SECONDS)
+            await asyncio.wait_for(context.write(response.SerializeToString()), IDLE_SECONDS)
         return
     except asyncio.TimeoutError:
         pass

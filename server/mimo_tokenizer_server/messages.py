@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 
+from . import wire
 from .config import ServeConfig
 from .engine import EngineInfo
 from .errors import Reason, RequestError, invalid, too_large
@@ -37,8 +38,7 @@ _FAILED_ITEM_BYTES = 1024
 # Trailing metadata above about 8 KiB is refused by clients.
 _MAX_METADATA_BYTES = 6000
 
-# Of protobuf's encoding: wire types, and how many fields beside the items a request has, with a few to spare.
-_VARINT, _BYTES, _FIXED = 0, 2, {1: 8, 5: 4}
+# How many fields beside the items a request has, with a few to spare.
 _OTHER_FIELDS = 16
 
 SAMPLE_TYPES: dict[int, npt.DTypeLike] = {pb.SAMPLE_FORMAT_FLOAT32: "<f4", pb.SAMPLE_FORMAT_INT16: "<i2"}
@@ -119,15 +119,16 @@ def check_audio(audio: pb.Audio, name: str, info: EngineInfo, limits: Limits) ->
     check_format(audio, name, limits)
     dtype = np.dtype(SAMPLE_TYPES[audio.format])
     width = audio.channels * dtype.itemsize
-    if not audio.pcm:
+    data = audio.pcm  # each look at it makes a copy
+    if not data:
         raise invalid(f"{name}.pcm", "empty", f"at least {_min_seconds(info):.3f} seconds of audio")
-    if len(audio.pcm) % width:
+    if len(data) % width:
         raise invalid(
             f"{name}.pcm",
-            f"{len(audio.pcm)} bytes",
+            f"{len(data)} bytes",
             f"a multiple of {width} ({audio.channels} channels of {dtype.itemsize} bytes a sample)",
         )
-    pcm = np.frombuffer(audio.pcm, dtype).reshape(-1, audio.channels)
+    pcm = np.frombuffer(data, dtype).reshape(-1, audio.channels)
     check_duration(len(pcm), audio.sample_rate, f"{name}.pcm", limits)
     check_length(len(pcm), audio.sample_rate, f"{name}.pcm", info)
     check_finite(pcm, f"{name}.pcm", 0)
@@ -176,13 +177,14 @@ def check_codes(codes: pb.Codes, name: str, info: EngineInfo, limits: Limits) ->
     if codes.frames > limits.max_frames:
         raise too_large(f"{name}.frames", codes.frames, limits.max_frames, "frames")
     expected = codes.num_quantizers * codes.frames * 2
-    if len(codes.data) != expected:
+    data = codes.data  # each look at it makes a copy
+    if len(data) != expected:
         raise invalid(
             f"{name}.data",
-            f"{len(codes.data)} bytes",
+            f"{len(data)} bytes",
             f"{expected} bytes ({codes.num_quantizers} quantizers * {codes.frames} frames * 2 bytes)",
         )
-    array = np.frombuffer(codes.data, "<u2").reshape(codes.num_quantizers, codes.frames)
+    array = np.frombuffer(data, "<u2").reshape(codes.num_quantizers, codes.frames)
     for row, (values, size) in enumerate(zip(array, sizes, strict=False)):
         if int(values.max()) >= size:
             frame = int(np.argmax(values >= size))
@@ -211,6 +213,16 @@ def check_answer_size(size: int, good: int, failed: int, frames: int, limits: Li
 
 
 # ---------------------------------------------------------------- messages
+
+
+def codes_shape(codes: npt.NDArray[Any]) -> pb.Codes:
+    """Codes (num_quantizers, frames), but for the data."""
+    return pb.Codes(num_quantizers=codes.shape[0], frames=codes.shape[1])
+
+
+def features_shape(features: npt.NDArray[Any]) -> pb.Features:
+    """Features (frames, d_model), but for the data."""
+    return pb.Features(frames=features.shape[0], d_model=features.shape[1])
 
 
 def codes_message(codes: npt.NDArray[Any]) -> pb.Codes:
@@ -280,42 +292,9 @@ def parse(kind: type[MessageT], data: bytes) -> MessageT:
         RequestError: it has more items than a call may, or it is no such message.
     """
     try:
-        if _too_many_fields(data):
+        if wire.has_more_fields(data, MAX_ITEMS + _OTHER_FIELDS):
             sentence = f"the call has more than {MAX_ITEMS} items"
             raise RequestError(Reason.TOO_LARGE, sentence, "items", f"over {MAX_ITEMS}", f"1..{MAX_ITEMS}", MAX_ITEMS)
         return kind.FromString(data)
     except DecodeError:
         raise invalid("message", "no message of this method", "what tokenizer.proto says") from None
-
-
-def _too_many_fields(data: bytes) -> bool:
-    """Whether a serialized message has more fields at its top than `MAX_ITEMS` and a request's few others."""
-    position = 0
-    for _ in range(MAX_ITEMS + _OTHER_FIELDS):
-        if position >= len(data):
-            return False
-        tag, position = _varint(data, position)
-        if tag & 7 == _VARINT:
-            _, position = _varint(data, position)
-        elif tag & 7 == _BYTES:
-            size, position = _varint(data, position)
-            position += size
-        elif tag & 7 in _FIXED:
-            position += _FIXED[tag & 7]
-        else:
-            raise DecodeError("groups, which no message here has")
-    return position < len(data)
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number at `position`, and the position after it."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if position >= len(data):
-            break
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise DecodeError("a truncated number")

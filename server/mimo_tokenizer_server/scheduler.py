@@ -1,7 +1,8 @@
-"""Between the calls and the device: one queue, one thread.
+"""Between the calls and the device: what is computed next, and with what.
 
-Policy: work is computed in the order of its arrival, an item at a time. Long recordings arrive piece by piece, the
-next one only when the one before is done, so whatever came meanwhile goes first.
+Policy: short work goes in batches, the calls taking turns: with the call whose turn it is goes everything of the same
+kind that fits. Longer work goes in steps, every other one for the item with the least left to do and the others for the
+oldest; and while both wait, short and long work get half of the device's time each.
 """
 
 from __future__ import annotations
@@ -11,46 +12,228 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy.typing as npt
 
-from .engine import DeviceFailure, Engine, EngineInfo, Work
+from .engine import BATCH_SECONDS, Computation, DeviceFailure, Engine, EngineInfo
 from .errors import Reason, RequestError
 from .telemetry import log, logger
+from .work import Answer, Cost, Kind, Work
 
-# What a caller is told to wait before it tries again.
+# What a caller is told to wait before it tries again: while the server starts, and when the queue is full.
 _RETRY_STARTING = 1.0
-_RETRY_FULL = 0.1
+_RETRY_FULL = (0.05, 5.0)
+
+# An estimate is held against a deadline with this much of doubt: it was made from what the device has shown so far,
+# which on a busy machine may be little, and nothing that might just be done is to be refused.
+_DOUBT = 0.2
+
+# The C library keeps what is freed; it is asked to give it back when the device has been idle for a moment, and
+# every so often when it never is.
+_TRIM_IDLE_SECONDS = 0.5
+_TRIM_BUSY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Done:
-    """An answer, and the seconds it took: waiting for the device, and on it."""
+    """An answer, and what it took.
+
+    Attributes:
+        value: the answer.
+        queue_seconds: waiting for the device.
+        compute_seconds: on the device, with the rest of its batch.
+        batch_items: pieces of work in that batch.
+        batch_frames: code frames in it.
+    """
 
     value: npt.NDArray[Any]
     queue_seconds: float
     compute_seconds: float
+    batch_items: int
+    batch_frames: int
 
 
 @dataclass(eq=False)
-class _Job:
+class Job:
+    """A piece of work that waits or is computed.
+
+    Attributes:
+        work: to be computed.
+        cost: what it takes.
+        call: whatever stands for the call that it is a part of.
+        deadline: on the scheduler's clock; None for none.
+        arrived: likewise.
+        future: of the caller; it is done when the caller has gone.
+        compute_seconds: on the device so far.
+        computation: where it has been begun in steps.
+    """
+
     work: Work
-    deadline: float | None  # on the monotonic clock
+    cost: Cost
+    call: object
+    deadline: float | None
+    arrived: float
     future: asyncio.Future[Done]
-    arrived: float = field(default_factory=time.monotonic)
+    compute_seconds: float = 0.0
+    computation: Computation | None = field(default=None, repr=False)
+
+    @property
+    def seconds_left(self) -> float:
+        """About how long the device still takes."""
+        return self.cost.seconds if self.computation is None else self.computation.seconds_left
+
+
+class WorkQueue:
+    """The policy: which of the waiting jobs the device gets next. Not safe for threads.
+
+    Args:
+        max_frames: code frames of a batch.
+        max_seconds: of a batch.
+        activations: bytes for a batch.
+        state: bytes for all jobs that have been begun in steps together.
+        refuse: called with a job that is taken out unanswered, and why; None where its caller has gone.
+    """
+
+    def __init__(
+        self,
+        max_frames: int,
+        max_seconds: float,
+        activations: int,
+        state: int,
+        refuse: Callable[[Job, RequestError | None], None],
+    ) -> None:
+        self._max_frames = max_frames
+        self._max_seconds = max_seconds
+        self._activations = activations
+        self._state = state
+        self._refuse = refuse
+        # The calls that have short work, in the order of their turns.
+        self._calls: dict[object, deque[Job]] = {}
+        # Long work, the oldest first, begun or not.
+        self._long: list[Job] = []
+        self._oldest_next = False
+        # Device time that short work has had more than long work since both wait.
+        self._ahead = 0.0
+
+    def add(self, job: Job) -> None:
+        """Let a job wait."""
+        if job.cost.stepwise:
+            self._long.append(job)
+        else:
+            self._calls.setdefault(job.call, deque()).append(job)
+
+    def next(self, now: float) -> list[Job]:
+        """Take the jobs of the next batch; or one long job for its next step, which stays until `finish`. None: []."""
+        self._long = [job for job in self._long if not self._is_lost(job, now)]
+        both = bool(self._long) and any(self._first(call, now) for call in list(self._calls))
+        if not both:
+            self._ahead = 0.0
+        if self._long and not (both and self._ahead <= 0):
+            return [self._next_long()]
+        return self._next_batch(now)
+
+    def account(self, jobs: list[Job], seconds: float) -> None:
+        """Tell how long the device was busy with what `next` gave."""
+        self._ahead += -seconds if jobs[0].cost.stepwise else seconds
+
+    def finish(self, job: Job) -> None:
+        """Take out a long job that has its answer."""
+        if job in self._long:  # or it has been taken out with everything
+            self._long.remove(job)
+
+    def clear(self) -> list[Job]:
+        """Take out everything."""
+        jobs = [job for waiting in self._calls.values() for job in waiting] + self._long
+        self._calls, self._long = {}, []
+        return jobs
+
+    def _next_batch(self, now: float) -> list[Job]:
+        batch: list[Job] = []
+        frames, seconds, size = 0, 0.0, 0
+        # One of each call, then a second of each, and so on; the call whose turn it is says of what kind.
+        taking = list(self._calls)
+        while taking:
+            again = []
+            for call in taking:
+                job = self._first(call, now)
+                if job is None or (batch and not self._fits(job, batch[0].cost.kind, frames, seconds, size)):
+                    continue
+                batch.append(job)
+                frames, seconds, size = frames + job.cost.frames, seconds + job.cost.seconds, size + job.cost.bytes
+                # Whoever has had a turn goes to the end of the line.
+                waiting = self._calls.pop(call)
+                waiting.popleft()
+                if waiting:
+                    self._calls[call] = waiting
+                    again.append(call)
+            taking = again
+        return batch
+
+    def _fits(self, job: Job, kind: Kind, frames: int, seconds: float, size: int) -> bool:
+        cost = job.cost
+        return (
+            cost.kind is kind
+            and frames + cost.frames <= self._max_frames
+            and seconds + cost.seconds <= self._max_seconds
+            and size + cost.bytes <= self._activations
+        )
+
+    def _first(self, call: object, now: float) -> Job | None:
+        """The call's next job, after dropping those that are lost."""
+        waiting = self._calls[call]
+        while waiting and self._is_lost(waiting[0], now):
+            waiting.popleft()
+        if not waiting:
+            del self._calls[call]
+            return None
+        return waiting[0]
+
+    def _next_long(self) -> Job:
+        oldest = self._long[0]
+        room = self._state - sum(job.cost.bytes for job in self._long if job.computation is not None)
+        # What is begun may go on. Others may begin where there is room, but what the oldest needs is kept for it.
+        kept = oldest.cost.bytes if oldest.computation is None else 0
+        able = [
+            job
+            for job in self._long
+            if job.computation is not None or job.cost.bytes + (0 if job is oldest else kept) <= room
+        ]
+        self._oldest_next = not self._oldest_next
+        if not self._oldest_next and oldest in able:
+            return oldest
+        return min(able, key=lambda job: job.seconds_left)
+
+    def _is_lost(self, job: Job, now: float) -> bool:
+        """Whether nobody waits for the job any more, or it cannot be done in time, which its caller is told."""
+        if job.future.done():
+            self._refuse(job, None)
+            return True
+        if job.deadline is None or now + _DOUBT * job.seconds_left < job.deadline:
+            return False
+        waited = now - job.arrived
+        if now >= job.deadline:
+            sentence = f"the deadline passed; the item had come {waited:.3f} seconds before"
+        else:
+            sentence = (
+                f"the deadline is {job.deadline - now:.3f} seconds off, after {waited:.3f} seconds in the queue, and"
+                f" the item takes about {job.seconds_left:.3f} seconds more"
+            )
+        self._refuse(job, RequestError(Reason.DEADLINE, sentence))
+        return True
 
 
 class Scheduler:
-    """Owns the device thread, and the engine in it.
+    """Owns the queue, the device thread, and the engine in it.
 
     Args:
         make_engine: called in the device thread.
         max_queued_frames: given the engine, the code frames that may be admitted at a time.
         on_device_failure: called on the event loop when the device is lost.
+        clock: seconds.
     """
 
     def __init__(
@@ -58,10 +241,12 @@ class Scheduler:
         make_engine: Callable[[], Engine],
         max_queued_frames: Callable[[EngineInfo], int],
         on_device_failure: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_engine = make_engine
         self._limit_of = max_queued_frames
         self._on_device_failure = on_device_failure
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Engine] = self._loop.create_future()
         self._engine: Engine | None = None
@@ -69,8 +254,10 @@ class Scheduler:
             Reason.NOT_READY, "the server is starting: its model is not loaded yet", retry_after=_RETRY_STARTING
         )
         self._frames = 0  # admitted
+        self._seconds = 0.0  # that what is submitted takes, about
         self._limit = 0
-        self._jobs: deque[_Job] = deque()
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._queue: WorkQueue | None = None  # guarded by the condition, as is `_stop`
         self._wake = threading.Condition()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -107,6 +294,19 @@ class Scheduler:
         Raises:
             RequestError: there is no room, or never will be, or nothing is admitted now.
         """
+        self.check_room(frames)
+        self._frames += frames
+        try:
+            yield
+        finally:
+            self._leave(frames)
+
+    def check_room(self, frames: int) -> None:
+        """See whether there is room for `frames` code frames now.
+
+        Raises:
+            RequestError: there is none, or never will be, or nothing is admitted now.
+        """
         if self._refusal is not None:
             raise self._refused()
         if frames > self._limit:
@@ -116,38 +316,93 @@ class Scheduler:
                 value=str(frames),
                 limit=self._limit,
             )
-        if self._frames + frames > self._limit:
+        if self._waiters or self._frames + frames > self._limit:
+            least, most = _RETRY_FULL
             raise RequestError(
                 Reason.QUEUE_FULL,
-                f"the queue is full: {self._frames} frames are waiting, the call has {frames}, the limit is"
-                f" {self._limit}",
+                f"the queue is full: {self._frames} frames are waiting, about {self._seconds:.2f} seconds of work; the"
+                f" call has {frames}, the limit is {self._limit}",
                 value=str(frames),
                 limit=self._limit,
-                retry_after=_RETRY_FULL,
+                retry_after=min(max(least, self._seconds / 2), most),
             )
-        self._frames += frames
-        try:
-            yield
-        finally:
-            self._frames -= frames
 
-    async def submit(self, work: Work, deadline: float | None) -> Done:
-        """Have `work` computed. Cancelling the caller drops it, if the device has not begun it.
+    @asynccontextmanager
+    async def room(self, frames: int, deadline: float | None) -> AsyncIterator[None]:
+        """Hold room for `frames` code frames while the body runs, after waiting for it in turn.
 
-        Args:
-            work: checked; nothing bad reaches the device.
-            deadline: on the monotonic clock; None for none.
+        For a call of many parts, of which some have been computed: to refuse the next would lose the work.
 
         Raises:
-            RequestError: the work failed, its deadline passed while it waited, or the server is going.
+            RequestError: there is none before the deadline, or nothing is admitted any more.
         """
         if self._refusal is not None:
             raise self._refused()
-        job = _Job(work, deadline, self._loop.create_future())
-        with self._wake:
-            self._jobs.append(job)
-            self._wake.notify()
-        return await job.future
+        frames = min(frames, self._limit)
+        if self._waiters or self._frames + frames > self._limit:
+            turn: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.append((frames, turn))
+            admitted = False
+            try:
+                await asyncio.wait_for(turn, None if deadline is None else deadline - self._clock())
+                admitted = True
+            except asyncio.TimeoutError:
+                raise RequestError(Reason.DEADLINE, "the deadline passed while the queue was full") from None
+            finally:
+                if not admitted:
+                    self._give_up(frames, turn)
+        else:
+            self._frames += frames
+        try:
+            yield
+        finally:
+            self._leave(frames)
+
+    def _leave(self, frames: int) -> None:
+        self._frames -= frames
+        self._admit_waiters()
+
+    def _give_up(self, frames: int, turn: asyncio.Future[None]) -> None:
+        """A caller leaves the line; it may have been admitted in the same moment."""
+        if turn.done() and not turn.cancelled() and turn.exception() is None:
+            self._frames -= frames
+        self._waiters = deque(waiter for waiter in self._waiters if waiter[1] is not turn)
+        self._admit_waiters()
+
+    def _admit_waiters(self) -> None:
+        while self._waiters and self._frames + self._waiters[0][0] <= self._limit:
+            frames, turn = self._waiters.popleft()
+            if not turn.done():
+                self._frames += frames
+                turn.set_result(None)
+
+    async def submit(self, work: Work, call: object, deadline: float | None) -> Done:
+        """Have `work` computed. Cancelling the caller drops it, before the device begins it or between two steps.
+
+        Args:
+            work: checked; nothing bad reaches the device.
+            call: whatever stands for the call that it is a part of: calls take turns.
+            deadline: on the monotonic clock; None for none.
+
+        Raises:
+            RequestError: the work failed, it does not fit into memory, its deadline cannot be met, or the server is
+                going.
+        """
+        engine = self.engine
+        cost = engine.cost(work)
+        division = engine.info.memory
+        if cost.bytes > (division.state if cost.stepwise else division.activations):
+            raise engine.too_large(work)
+        job = Job(work, cost, call, deadline, self._clock(), self._loop.create_future())
+        self._seconds += cost.seconds
+        try:
+            with self._wake:
+                assert self._queue is not None, "the queue is made before the engine is handed out"
+                self._queue.add(job)
+                self._wake.notify()
+            return await job.future
+        finally:
+            self._seconds -= cost.seconds
 
     async def close(self, timeout: float) -> bool:
         """Refuse what comes, drop what waits, and let the device thread end after what it computes.
@@ -156,7 +411,7 @@ class Scheduler:
             timeout: seconds to wait for the thread.
 
         Returns:
-            Whether it has ended; a load or a computation cannot be interrupted.
+            Whether it has ended; a load or a batch cannot be interrupted.
         """
         self._refuse_all(RequestError(Reason.NOT_READY, "the server is going down", retry_after=_RETRY_STARTING))
         with self._wake:
@@ -173,59 +428,97 @@ class Scheduler:
     def _refuse_all(self, refusal: RequestError) -> None:
         self._refusal = refusal
         with self._wake:
-            jobs, self._jobs = self._jobs, deque()
+            jobs = self._queue.clear() if self._queue is not None else []
         for job in jobs:
-            if not job.future.done():
-                job.future.set_exception(self._refused())
+            self._settle(job.future, self._refused())
+        for _, turn in self._waiters:
+            self._settle(turn, self._refused())
 
     # ------------------------------------------------------------ in the device thread
 
     def _run(self) -> None:
         try:
             engine = self._make_engine()
+            memory = engine.info.memory
+            self._queue = WorkQueue(
+                engine.info.max_batch_frames, BATCH_SECONDS, memory.activations, memory.state, self._drop
+            )
         except Exception as error:
             self._post(self._settle, self._loaded, error)
             return
         self._post(self._settle, self._loaded, engine)
-        while (job := self._next()) is not None:
+        trimmed = self._clock()
+        while jobs := self._next(engine, self._queue):
             try:
-                self._compute(engine, job)
+                self._compute(engine, self._queue, jobs)
             except BaseException as error:
                 # Whatever ends this thread ends the process: nobody may wait for it in vain.
                 sentence = str(error) if isinstance(error, DeviceFailure) else f"the device thread ended: {error!r}"
                 log(logging.CRITICAL, sentence)
-                self._post(self._lose_device, job, sentence)
+                self._post(self._lose_device, jobs, sentence)
                 return
-            del job  # or an idle server keeps its last request, and the answer
+            del jobs  # or an idle server keeps its last requests, and the answers
+            if self._clock() - trimmed > _TRIM_BUSY_SECONDS:
+                engine.trim()
+                trimmed = self._clock()
 
-    def _next(self) -> _Job | None:
-        with self._wake:
-            while not self._jobs and not self._stop:
-                self._wake.wait()
-            return None if self._stop else self._jobs.popleft()
+    def _next(self, engine: Engine, queue: WorkQueue) -> list[Job]:
+        """Wait for the next batch or step; [] at the end."""
+        trimmed = False
+        while True:
+            with self._wake:
+                if self._stop:
+                    return []
+                if jobs := queue.next(self._clock()):
+                    return jobs
+                woken = self._wake.wait(None if trimmed else _TRIM_IDLE_SECONDS)
+            if not woken:
+                engine.trim()
+                trimmed = True
 
-    def _compute(self, engine: Engine, job: _Job) -> None:
-        started = time.monotonic()
-        if job.future.done():  # cancelled: nobody waits for it
-            return
-        if job.deadline is not None and started >= job.deadline:
-            late = RequestError(
-                Reason.DEADLINE, f"the deadline passed after {started - job.arrived:.3f} seconds in the queue"
-            )
-            self._post(self._settle, job.future, late)
-            return
+    def _compute(self, engine: Engine, queue: WorkQueue, jobs: list[Job]) -> None:
+        started = self._clock()
+        answers: list[Answer | None]
         try:
-            answer = engine.run([job.work])[0]
+            if jobs[0].cost.stepwise:
+                answers = [self._step(engine, jobs[0])]
+            else:
+                answers = list(engine.run([job.work for job in jobs]))
         except DeviceFailure:
             raise
         except Exception:
             logger.exception("the engine failed")
-            answer = RequestError(Reason.INTERNAL, "the server failed to compute this item; its log says why")
-        if isinstance(answer, RequestError):
-            self._post(self._settle, job.future, answer)
-        else:
-            done = Done(answer, started - job.arrived, time.monotonic() - started)
-            self._post(self._settle, job.future, done)
+            fault = RequestError(Reason.INTERNAL, "the server failed to compute this item; its log says why")
+            answers = [replace(fault) for _ in jobs]
+        seconds = self._clock() - started
+        frames = sum(job.cost.frames for job in jobs)
+        settled: list[tuple[asyncio.Future[Done], object]] = []
+        for job, answer in zip(jobs, answers, strict=True):
+            job.compute_seconds += seconds
+            if isinstance(answer, RequestError):
+                settled.append((job.future, answer))
+            elif answer is not None:
+                waited = started + seconds - job.arrived - job.compute_seconds
+                settled.append((job.future, Done(answer, waited, job.compute_seconds, len(jobs), frames)))
+        with self._wake:
+            queue.account(jobs, seconds)
+            if jobs[0].cost.stepwise and settled:
+                queue.finish(jobs[0])
+        if settled:
+            self._post(self._settle_all, settled)
+
+    @staticmethod
+    def _step(engine: Engine, job: Job) -> Answer | None:
+        if job.computation is None:
+            job.computation = engine.begin(job.work)
+        return job.computation.step()
+
+    def _drop(self, job: Job, error: RequestError | None) -> None:
+        """Leave off a job, in the device thread."""
+        if job.computation is not None:
+            job.computation.close()
+        if error is not None:
+            self._post(self._settle, job.future, error)
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         # A closed event loop: the process is ending, nobody waits.
@@ -243,8 +536,13 @@ class Scheduler:
         else:
             future.set_result(outcome)
 
-    def _lose_device(self, job: _Job, sentence: str) -> None:
+    def _settle_all(self, settled: list[tuple[asyncio.Future[Any], object]]) -> None:
+        for future, outcome in settled:
+            self._settle(future, outcome)
+
+    def _lose_device(self, jobs: list[Job], sentence: str) -> None:
         lost = RequestError(Reason.DEVICE_FAILURE, f"{sentence}; the server is going down", retry_after=_RETRY_STARTING)
-        self._settle(job.future, lost)
+        for job in jobs:
+            self._settle(job.future, replace(lost))
         self._refuse_all(lost)
         self._on_device_failure()

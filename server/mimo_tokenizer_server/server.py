@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from . import address as addresses
+from . import memory
 from .config import ServeConfig
 from .engine import Engine
 from .handlers import SERVICE, generic_handler
@@ -30,6 +31,9 @@ _LONGEST_NAME = 256
 
 # How long answers that have been given may take to leave.
 _HANG_UP_SECONDS = 1.0
+
+# Calls beside the service's own that have room at any time: health checks and watches, GetInfo, reflection.
+_OTHER_CALLS = 256
 
 EXIT_OK = 0
 EXIT_NO_START = 1
@@ -114,7 +118,11 @@ class Server:
             self._device_failed,
         )
         self._health = _Health()
-        self._grpc = grpc.aio.server(options=_options(config))
+        # The service refuses calls over its own limit, with words and a status of its own; this one keeps what a flood
+        # of them may hold in memory bounded. Health checks count here, and have room above it.
+        self._grpc = grpc.aio.server(
+            options=_options(config), maximum_concurrent_rpcs=2 * config.max_concurrent_calls + _OTHER_CALLS
+        )
         self._servicer = TokenizerServicer(self._scheduler, config)
         self._grpc.add_generic_rpc_handlers((generic_handler(self._servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -197,4 +205,5 @@ class Server:
 
 async def serve(config: ServeConfig) -> int:
     """Run a server; see `Server.run`."""
+    memory.keep_allocations_together()
     return await Server(config).run()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import platform
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,23 +19,27 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import __version__ as protobuf_version
+from google.protobuf.message import Message
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
-from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
 
-from . import messages
+from . import messages, wire
 from .config import ServeConfig
-from .engine import DecodeVqWork, DecodeWork, EncodePiece, EngineInfo, Recording
+from .engine import EngineInfo
 from .errors import Reason, RequestError, invalid, too_large
+from .model.config import SEGMENT_MEL_FRAMES
+from .model.frontend import Segment, SegmentCutter
 from .scheduler import Done, Scheduler
 from .telemetry import log, logger
+from .work import DecodeVqWork, DecodeWork, EncodeWork, Work
 
 T = TypeVar("T")
 
-# Audio is handed to the device in pieces of this length, so that what came meanwhile goes first.
-_PIECE_SECONDS = 60
-# A stream's pieces are also bounded in bytes: a minute of 64 channels at 384 kHz is 6 GB.
-_MAX_PIECE_BYTES = 32 << 20
+# A stream's sound is checked and cut in pieces of at most this length and size.
+_PIECE_SECONDS = 1
+_MAX_PIECE_BYTES = 4 << 20
+# DecodeVq's work in pieces of about so much of its answer.
+_VQ_PIECE_BYTES = 4 << 20
 # DecodeLong's answer in pieces of this size: small enough to share a connection with short calls.
 _PIECE_BYTES = 1 << 20
 # How long a stream may keep the server waiting, for its next message or until it reads its answer.
@@ -43,7 +48,7 @@ IDLE_SECONDS = 60
 _OFF_LOOP_BYTES = 256 << 10
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """One call: who, how long, and what its answer says of it."""
 
@@ -56,11 +61,15 @@ class _Call:
     items: int = 0
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
+    batch_items: int = 0
+    batch_frames: int = 0
 
     def count(self, done: Done) -> npt.NDArray[Any]:
         """Add an answer's timings to the call's, and hand out its value."""
         self.queue_seconds = max(self.queue_seconds, done.queue_seconds)
         self.compute_seconds += done.compute_seconds
+        if done.batch_frames > self.batch_frames:
+            self.batch_items, self.batch_frames = done.batch_items, done.batch_frames
         return done.value
 
     def timings(self) -> pb.Timings:
@@ -68,11 +77,15 @@ class _Call:
             queue_seconds=self.queue_seconds,
             compute_seconds=self.compute_seconds,
             total_seconds=time.monotonic() - self.arrived,
+            batch_items=self.batch_items,
+            batch_frames=self.batch_frames,
         )
 
 
-class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
-    """The contract's methods, for a grpc.aio server.
+class TokenizerServicer:
+    """The contract's methods; what they answer to a unary call is serialized already.
+
+    Their `size` is that of the request, in bytes.
 
     Args:
         scheduler: computes.
@@ -93,6 +106,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
 
+    def is_full(self, method: str) -> bool:
+        """Whether a call that comes now is refused whatever it says, so that nobody need read it."""
+        return self._draining or (self._calls >= self._config.max_concurrent_calls and method != "GetInfo")
+
     async def refuse(self, method: str, error: RequestError, context: Any) -> None:
         """End a call that does not get as far as its method, or no further, with the error's status."""
         async with self._call(method, context):
@@ -100,43 +117,38 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
 
     # ------------------------------------------------------------ methods
 
-    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+    async def Encode(self, request: pb.EncodeRequest, context: Any, size: int = 0) -> bytes:
         """Waveforms to codes."""
         async with self._call("Encode", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
             num_quantizers, group_size = messages.encode_options(request, info)
             self._check_items(call, len(request.items))
 
-            def parse(index: int) -> tuple[npt.NDArray[Any], int]:
+            def parse(index: int) -> _Cut:
                 audio = request.items[index]
-                name = f"items[{index}]"
-                return messages.check_audio(audio, name, info, limits), audio.sample_rate
+                pcm = messages.check_audio(audio, f"items[{index}]", info, limits)
+                cutter = SegmentCutter(audio.sample_rate, info.config)
+                return _Cut(len(pcm), audio.sample_rate, [*cutter.push(pcm), *cutter.finish()])
 
-            async def run(index: int, parsed: tuple[npt.NDArray[Any], int]) -> npt.NDArray[Any]:
-                pcm, sample_rate = parsed
-                recording = Recording(sample_rate, num_quantizers, group_size)
-                return await self._encode_pieces(call, recording, pcm)
+            async def run(cut: _Cut) -> npt.NDArray[Any]:
+                works = [EncodeWork(segment, num_quantizers) for segment in cut.segments]
+                codes = await _all([self._compute(call, work) for work in works])
+                return _grouped(np.concatenate(codes, axis=1), group_size)
 
-            def frames(items: Collection[tuple[npt.NDArray[Any], int]]) -> int:
-                lengths = [messages.resampled_length(len(pcm), rate, info) for pcm, rate in items]
+            def frames(cuts: Collection[_Cut]) -> int:
+                lengths = [messages.resampled_length(cut.samples, cut.sample_rate, info) for cut in cuts]
                 counts = [info.config.audio_code_frames(length) for length in lengths]
                 padded = sum(-(-count // group_size) * group_size for count in counts)
                 size = padded * num_quantizers * 2
                 messages.check_answer_size(
-                    size, len(items), call.items - len(items), padded, limits, "send fewer items a call"
+                    size, len(cuts), call.items - len(cuts), padded, limits, "send fewer items a call"
                 )
                 return sum(counts)
 
-            answers = await self._items(call, request.ByteSize(), parse, frames, run)
-            response = pb.EncodeResponse(timings=call.timings())
-            for answer in answers:
-                if isinstance(answer, RequestError):
-                    response.items.add(status=messages.item_status(answer, call.request_id))
-                else:
-                    response.items.add(status=pb.ItemStatus(), codes=messages.codes_message(answer))
-            return response
+            answers = await self._items(call, size, parse, frames, run)
+            return await _respond(pb.EncodeResponse, answers, call, "codes", messages.codes_shape, "data")
 
-    async def DecodeVq(self, request: pb.DecodeVqRequest, context: Any) -> pb.DecodeVqResponse:
+    async def DecodeVq(self, request: pb.DecodeVqRequest, context: Any, size: int = 0) -> bytes:
         """Codes to the quantizer's output."""
         async with self._call("DecodeVq", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
@@ -153,21 +165,19 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 )
                 return count
 
-            async def run(index: int, codes: npt.NDArray[np.uint16]) -> npt.NDArray[Any]:
-                return call.count(await self._scheduler.submit(DecodeVqWork(codes), call.deadline))
+            async def run(codes: npt.NDArray[np.uint16]) -> npt.NDArray[Any]:
+                # Frames by themselves: a long item is many short pieces of work, beside which others have their turns.
+                step = max(1, _VQ_PIECE_BYTES // (4 * info.config.d_model))
+                pieces = [codes[:, start : start + step] for start in range(0, codes.shape[1], step)]
+                parts = await _all([self._compute(call, DecodeVqWork(piece)) for piece in pieces])
+                if len(parts) == 1:
+                    return parts[0]
+                return await off_loop(sum(part.nbytes for part in parts), np.concatenate, parts)
 
-            answers = await self._items(call, request.ByteSize(), parse, frames, run)
-            response = pb.DecodeVqResponse(timings=call.timings())
-            for answer in answers:
-                if isinstance(answer, RequestError):
-                    response.items.add(status=messages.item_status(answer, call.request_id))
-                else:
-                    rows, width = answer.shape
-                    features = pb.Features(frames=rows, d_model=width, data=answer.tobytes())
-                    response.items.add(status=pb.ItemStatus(), features=features)
-            return response
+            answers = await self._items(call, size, parse, frames, run)
+            return await _respond(pb.DecodeVqResponse, answers, call, "features", messages.features_shape, "data")
 
-    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
+    async def Decode(self, request: pb.DecodeRequest, context: Any, size: int = 0) -> bytes:
         """Codes to waveforms."""
         async with self._call("Decode", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
@@ -187,20 +197,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 messages.check_answer_size(size, len(works), failed, answered, limits, "DecodeLong takes it")
                 return sum(messages.frames_of(work.codes) for work in works)
 
-            async def run(index: int, work: DecodeWork) -> npt.NDArray[Any]:
+            async def run(work: DecodeWork) -> npt.NDArray[Any]:
                 return await self._decode(call, work)
 
-            answers = await self._items(call, request.ByteSize(), parse, frames, run)
-            response = pb.DecodeResponse(timings=call.timings())
-            for answer in answers:
-                if isinstance(answer, RequestError):
-                    response.items.add(status=messages.item_status(answer, call.request_id))
-                else:
-                    audio = pb.Audio(
-                        sample_rate=info.config.sampling_rate, channels=1, format=sample_format, pcm=answer.tobytes()
-                    )
-                    response.items.add(status=pb.ItemStatus(), audio=audio)
-            return response
+            def head(samples: npt.NDArray[Any]) -> pb.Audio:
+                return pb.Audio(sample_rate=info.config.sampling_rate, channels=1, format=sample_format)
+
+            answers = await self._items(call, size, parse, frames, run)
+            return await _respond(pb.DecodeResponse, answers, call, "audio", head, "pcm")
 
     async def EncodeStream(
         self, request_iterator: AsyncIterator[pb.EncodeStreamRequest], context: Any
@@ -216,34 +220,47 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             info, limits = self._ready(options.expected_fingerprint, "open.")
             num_quantizers, group_size = messages.encode_options(options, info, "open.")
             messages.check_format(options, "open", limits)
-            recording = Recording(options.sample_rate, num_quantizers, group_size)
+            cutter = SegmentCutter(options.sample_rate, info.config)
             pieces = _PcmPieces(options, limits)
             call.items = 1
-            # A stream holds a piece at a time, whatever its length.
-            piece_frames = info.config.audio_code_frames(_PIECE_SECONDS * info.config.sampling_rate)
-            with self._scheduler.admit(min(piece_frames, self._scheduler.max_queued_frames)):
-                async for message in requests:
-                    if (kind := message.WhichOneof("message")) != "pcm":
-                        raise invalid("message", kind or "absent", "`pcm` in all messages after the first")
-                    for pcm in pieces.push(message.pcm):
-                        await off_loop(pcm.nbytes, messages.check_finite, pcm, "pcm", pieces.samples - len(pcm))
-                        codes = await self._encode_piece(call, recording, pcm, last=False)
-                        if codes.shape[1]:
-                            yield pb.EncodeStreamResponse(codes=messages.codes_message(codes))
-                pcm = pieces.finish()
-                messages.check_length(pieces.samples, options.sample_rate, "pcm", info)
-                await off_loop(pcm.nbytes, messages.check_finite, pcm, "pcm", pieces.samples - len(pcm))
-                codes = await self._encode_piece(call, recording, pcm, last=True)
-                yield pb.EncodeStreamResponse(codes=messages.codes_message(codes), timings=call.timings())
+            # A stream holds room for a segment while that is computed, and only then.
+            segment_frames = info.config.code_frames(SEGMENT_MEL_FRAMES)
+            self._scheduler.check_room(min(segment_frames, self._scheduler.max_queued_frames))
+            last_frame: npt.NDArray[Any] | None = None
 
-    async def DecodeLong(self, request: pb.DecodeLongRequest, context: Any) -> AsyncIterator[pb.DecodeLongResponse]:
+            async def encode(segment: Segment) -> npt.NDArray[Any]:
+                frames = info.config.code_frames(segment.frames)
+                call.frames += frames
+                # A stream is refused at its start or not at all: what it has paid for is not thrown away.
+                async with self._scheduler.room(frames, call.deadline):
+                    return await self._compute(call, EncodeWork(segment, num_quantizers))
+
+            async for message in requests:
+                if (kind := message.WhichOneof("message")) != "pcm":
+                    raise invalid("message", kind or "absent", "`pcm` in all messages after the first")
+                for pcm in pieces.push(message.pcm):
+                    for segment in await off_loop(pcm.nbytes, _segments, pieces, cutter, pcm):
+                        codes = await encode(segment)
+                        last_frame = codes[:, -1:]
+                        yield pb.EncodeStreamResponse(codes=messages.codes_message(codes))
+            pcm = pieces.finish()
+            messages.check_length(pieces.samples, options.sample_rate, "pcm", info)
+            rest = await off_loop(pcm.nbytes, _segments, pieces, cutter, pcm) + list(cutter.finish())
+            parts = [await encode(segment) for segment in rest]
+            # The last segment can be too short for a frame: the one to repeat is then the segment's before.
+            codes = np.concatenate(parts, axis=1) if parts else np.empty((num_quantizers, 0), np.uint16)
+            padding = _padding(call.frames, group_size, codes if parts else last_frame)
+            codes = np.concatenate((codes, padding), axis=1)
+            yield pb.EncodeStreamResponse(codes=messages.codes_message(codes), timings=call.timings())
+
+    async def DecodeLong(
+        self, request: pb.DecodeLongRequest, context: Any, size: int = 0
+    ) -> AsyncIterator[pb.DecodeLongResponse]:
         """One code array to the samples of Decode, in pieces."""
         async with self._call("DecodeLong", context) as call:
             info, limits = self._ready(request.expected_fingerprint)
             sample_format = messages.answer_format(request.format)
-            codes = await off_loop(
-                request.ByteSize(), messages.check_codes, request.item.codes, "item.codes", info, limits
-            )
+            codes = await off_loop(size, messages.check_codes, request.item.codes, "item.codes", info, limits)
             call.items, call.frames = 1, messages.frames_of(codes)
             with self._scheduler.admit(call.frames):
                 int16 = sample_format == pb.SAMPLE_FORMAT_INT16
@@ -254,7 +271,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                     timings = call.timings() if start + step >= len(samples) else None
                     yield pb.DecodeLongResponse(pcm=samples[start : start + step].tobytes(), timings=timings)
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Any, size: int = 0) -> bytes:
         """What is loaded, where, and what is allowed."""
         async with self._call("GetInfo", context):
             info, limits = self._ready("")
@@ -277,6 +294,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                     name=info.device_name,
                     dtype=info.dtype,
                     quantization="none",
+                    batch_invariant=info.batch_invariant,
                     memory_total=info.memory_total,
                     memory_allocated=self._scheduler.engine.memory_allocated(),
                 ),
@@ -292,9 +310,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                     max_group_size=messages.MAX_GROUP_SIZE,
                     max_queued_frames=self._scheduler.max_queued_frames,
                     max_concurrent_calls=limits.max_concurrent_calls,
+                    max_batch_frames=info.max_batch_frames,
                 ),
+                memory=pb.MemoryInfo(**dataclasses.asdict(info.memory)),
                 versions=_versions(),
-            )
+            ).SerializeToString()
 
     # ------------------------------------------------------------ a call
 
@@ -375,12 +395,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         """
         info = self._scheduler.engine.info
         if expected_fingerprint and expected_fingerprint != info.fingerprint:
+            expected = _printable(expected_fingerprint[:64])
             raise RequestError(
                 Reason.WRONG_MODEL,
-                f"the request expects the model with fingerprint {expected_fingerprint[:64]}; this server runs"
+                f"the request expects the model with fingerprint {expected}; this server runs"
                 f" {info.model_id} with {info.fingerprint}",
                 field=f"{prefix}expected_fingerprint",
-                value=expected_fingerprint[:64],
+                value=expected,
                 allowed=info.fingerprint,
             )
         return info, messages.Limits.of(self._config, info)
@@ -398,7 +419,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         size: int,
         parse: Callable[[int], T],
         frames: Callable[[Collection[T]], int],
-        run: Callable[[int, T], Coroutine[Any, Any, npt.NDArray[Any]]],
+        run: Callable[[T], Coroutine[Any, Any, npt.NDArray[Any]]],
     ) -> list[npt.NDArray[Any] | RequestError]:
         """Answer each item or say why not.
 
@@ -425,7 +446,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         if good:
             call.frames = frames(good.values())
             with self._scheduler.admit(call.frames):
-                outcomes = await _gather([run(index, item) for index, item in good.items()])
+                outcomes = await _gather([run(item) for item in good.values()])
             for index, outcome in zip(good, outcomes, strict=True):
                 answers[index] = outcome
         complete = [answer for answer in answers if answer is not None]
@@ -438,24 +459,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             raise _AllItemsFailed(errors)
         return complete
 
-    async def _encode_pieces(self, call: _Call, recording: Recording, pcm: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        step = _PIECE_SECONDS * recording.sample_rate
-        starts = range(0, len(pcm), step)
-        codes = [
-            await self._encode_piece(call, recording, pcm[start : start + step], last=start == starts[-1])
-            for start in starts
-        ]
-        return np.concatenate(codes, axis=1)
-
-    async def _encode_piece(
-        self, call: _Call, recording: Recording, pcm: npt.NDArray[Any], *, last: bool
-    ) -> npt.NDArray[Any]:
-        return call.count(await self._scheduler.submit(EncodePiece(recording, pcm, last), call.deadline))
+    async def _compute(self, call: _Call, work: Work) -> npt.NDArray[Any]:
+        return call.count(await self._scheduler.submit(work, call, call.deadline))
 
     async def _decode(self, call: _Call, work: DecodeWork) -> npt.NDArray[Any]:
         if work.left_context_frames >= messages.frames_of(work.codes):
             return np.empty(0, "<i2" if work.int16 else "<f4")
-        return call.count(await self._scheduler.submit(work, call.deadline))
+        return await self._compute(call, work)
 
 
 class _AllItemsFailed(Exception):
@@ -469,8 +479,17 @@ class _AllItemsFailed(Exception):
         )
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """A recording of `samples`, and its segments."""
+
+    samples: int
+    sample_rate: int
+    segments: list[Segment]
+
+
 class _PcmPieces:
-    """The bytes of a stream to arrays (samples, channels) of bounded length and size.
+    """The bytes of a stream to arrays (samples, channels) of bounded size.
 
     Attributes:
         samples: in the pieces handed out so far.
@@ -509,6 +528,57 @@ class _PcmPieces:
         pcm = np.frombuffer(data, self._dtype).reshape(-1, self._channels)
         self.samples += len(pcm)
         return pcm
+
+
+def _segments(pieces: _PcmPieces, cutter: SegmentCutter, pcm: npt.NDArray[Any]) -> list[Segment]:
+    """Check a stream's next samples, and cut off the segments that are complete."""
+    messages.check_finite(pcm, "pcm", pieces.samples - len(pcm))
+    return list(cutter.push(pcm))
+
+
+def _padding(frames: int, group_size: int, codes: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """What makes `frames` a multiple of `group_size`: the last frame of `codes`, repeated."""
+    assert codes is not None, "a recording that is not too short has a frame"
+    return np.repeat(codes[:, -1:], -frames % group_size, axis=1)
+
+
+def _grouped(codes: npt.NDArray[Any], group_size: int) -> npt.NDArray[Any]:
+    """Codes (num_quantizers, frames), padded to a multiple of `group_size`."""
+    return np.concatenate((codes, _padding(codes.shape[1], group_size, codes)), axis=1)
+
+
+async def _respond(
+    kind: type[pb.EncodeResponse] | type[pb.DecodeVqResponse] | type[pb.DecodeResponse],
+    answers: Sequence[npt.NDArray[Any] | RequestError],
+    call: _Call,
+    field: str,
+    head: Callable[[Any], Message],
+    data: str,
+) -> bytes:
+    """A serialized response: each item's answer or what was wrong with it, and the timings.
+
+    Args:
+        kind: of the response.
+        answers: of its items.
+        call: gives request id and timings.
+        field: of an item, for its answer.
+        head: the answer's message, but for the data.
+        data: of that message, the field for the data.
+    """
+
+    def serialize() -> bytes:
+        parts: list[Any] = []
+        for answer in answers:
+            if isinstance(answer, RequestError):
+                item = [kind.Item(status=messages.item_status(answer, call.request_id)).SerializeToString()]
+            else:
+                payload = wire.with_bytes(head(answer), data, answer)
+                item = wire.with_message(kind.Item(status=pb.ItemStatus()), field, payload)
+            parts += wire.with_message(kind(), "items", item)
+        parts.append(kind(timings=call.timings()).SerializeToString())
+        return b"".join(parts)
+
+    return await off_loop(sum(answer.nbytes for answer in answers if not isinstance(answer, RequestError)), serialize)
 
 
 @functools.cache
@@ -560,20 +630,25 @@ async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
     return await asyncio.to_thread(function, *args) if size > _OFF_LOOP_BYTES else function(*args)
 
 
+async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all; the first error cancels the rest."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def _gather(
     coroutines: Sequence[Coroutine[Any, Any, npt.NDArray[Any]]],
 ) -> list[npt.NDArray[Any] | RequestError]:
     """Run all; a RequestError stands in its place, anything else cancels the rest and is raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
 
-    async def outcome(task: Awaitable[npt.NDArray[Any]]) -> npt.NDArray[Any] | RequestError:
+    async def outcome(coroutine: Coroutine[Any, Any, npt.NDArray[Any]]) -> npt.NDArray[Any] | RequestError:
         try:
-            return await task
+            return await coroutine
         except RequestError as error:
             return error.with_traceback(None)
 
-    try:
-        return await asyncio.gather(*(outcome(task) for task in tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
+    return await _all([outcome(coroutine) for coroutine in coroutines])

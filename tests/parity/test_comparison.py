@@ -63,6 +63,26 @@ def test_a_tie_is_counted_and_what_follows_it_is_not_judged(quantized: tuple[Ten
     assert count_ties(features, books, codes, ours) == len(frames)
 
 
+def test_drift_excuses_no_more_than_it_explains(quantized: tuple[Tensor, list[Tensor], Tensor]) -> None:
+    """A code that another input's rounding explains is a tie; the same code with half that rounding is an error."""
+    features, books, _ = quantized
+    books[0][7] = books[0][3] + 1e-2
+    codes = _quantize(features, books)
+    frame = int(((codes[0] == 3) | (codes[0] == 7)).nonzero()[0])
+    ours = codes.clone()
+    ours[0, frame] = 10 - codes[0, frame]
+    mine, theirs = books[0][ours[0, frame]].double(), books[0][codes[0, frame]].double()
+    gap = (features[frame] - mine).square().sum() - (features[frame] - theirs).square().sum()
+    assert gap > 1e-4
+    drift = torch.zeros_like(features)
+    # Along the line between the two entries, as far as makes them equally near.
+    drift[frame] = (mine - theirs) * gap / 2 / (mine - theirs).square().sum()
+    assert count_ties(features, books, codes, ours, drift) == 1
+    for less in (drift / 2, -drift, drift.roll(1, 0), None):
+        with pytest.raises(AssertionError, match=f"frame {frame}, codebook 0"):
+            count_ties(features, books, codes, ours, less)
+
+
 def test_shapes_are_compared(quantized: tuple[Tensor, list[Tensor], Tensor]) -> None:
     features, books, codes = quantized
     with pytest.raises(AssertionError):

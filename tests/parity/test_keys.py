@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mimo_tokenizer_server.model import checkpoint
+from mimo_tokenizer_server.model.packing import Spans
 from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
 
 # One layer fewer would do for the code, but not to tell the first from the rest.
@@ -40,9 +41,10 @@ _TRAINING_ONLY = ("embed_avg", "cluster_size", "inited")
 
 @torch.inference_mode()
 def _answers(ours: MiMoAudioTokenizer, mel: Tensor) -> dict[str, Tensor]:
-    features = ours.encoder.features(mel)
+    features, _ = ours.encoder.features(mel, Spans([len(mel)]))
     codes = torch.stack([torch.arange(40) % size for size in ours.config.codebook_sizes])
-    return {"features": features, "vq": ours.decode_vq(codes), "waveform": ours.decode(codes)}
+    spans = Spans([40])
+    return {"features": features, "vq": ours.decode_vq(codes, spans), "waveform": ours.decode(codes, spans)}
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])

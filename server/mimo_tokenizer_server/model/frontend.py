@@ -1,15 +1,20 @@
-"""Sound to mel segments: resampling, and log mel frames cut into the segments that are encoded alone.
+"""Sound to mel segments: a recording cut into the segments that are encoded alone, resampling, and log mel frames.
 
-Both work piece by piece with memory for one segment, at positions that depend on the sound and not on the pieces: a
-recording gives the same segments however it is cut up on its way here.
+Where it is cut depends on the recording and not on the pieces in which it arrives. The cutting needs memory for one
+segment and no device; what is cut out carries all that its codes depend on, so segments may be computed in any order
+and any company, and again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,11 +34,123 @@ _ROLLOFF = 0.99
 # filter takes as long to make for a moment of sound as for an hour.
 _MAX_KERNEL_VALUES = 1 << 17
 
-# Taps that are worked out together (16 MiB of weights).
-_TAPS_AT_ONCE = 1 << 22
+# Taps that are worked out together, and what one takes on the way to its weight, in float64.
+_TAPS_AT_ONCE = 1 << 20
+_BYTES_A_TAP = 40
 
-# Inputs that are resampled together, in seconds.
+# Outputs that are resampled together, in seconds.
 _BLOCK_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What the codes of one segment of a recording depend on.
+
+    Attributes:
+        pcm: (samples,) float32, or int16 where a sample s stands for s / 32768, at the recording's own rate.
+        start: position of pcm[0] in the recording.
+        sample_rate: of `pcm`, in Hz.
+        first_frame: the segment's first mel frame, in the recording.
+        frames: mel frames of the segment.
+        end: samples of the whole recording where `pcm` reaches to its end, else None.
+    """
+
+    pcm: npt.NDArray[Any]
+    start: int
+    sample_rate: int
+    first_frame: int
+    frames: int
+    end: int | None
+
+
+class SegmentCutter:
+    """A recording, in pieces, to its segments.
+
+    Args:
+        sample_rate: of the recording, in Hz.
+        config: gives the model's rate, hop and FFT.
+    """
+
+    def __init__(self, sample_rate: int, config: TokenizerConfig) -> None:
+        self._rate = sample_rate
+        self._config = config
+        self._resampler = Resampler(sample_rate, config.sampling_rate)
+        self._half = config.nfft // 2
+        self._pieces: list[npt.NDArray[Any]] = []
+        self._start = 0  # the first sample that is still here
+        self._next_frame = 0  # the first of the next segment
+        self.samples = 0  # so far
+
+    def push(self, pcm: npt.NDArray[Any]) -> Iterator[Segment]:
+        """Take the next samples, (samples, channels) float32 or int16; yield each segment that is complete.
+
+        Channels are mixed by their mean.
+        """
+        if pcm.shape[1] == 1:
+            mono = pcm[:, 0]
+        else:
+            mono = pcm.mean(axis=1, dtype=np.float32)
+            if pcm.dtype.kind == "i":
+                mono /= 32768
+        self._pieces.append(mono)
+        self.samples += len(mono)
+        while True:
+            low, high = self._covered(self._next_frame, SEGMENT_MEL_FRAMES)
+            start, stop = self._resampler.window(max(0, low), high)
+            if self.samples < stop:
+                return
+            yield self._cut(start, stop, SEGMENT_MEL_FRAMES, None)
+
+    def finish(self) -> Iterator[Segment]:
+        """Yield what is left, up to the recording's end; the last segment is shorter.
+
+        A last segment too short for a code frame is left out.
+
+        Raises:
+            ValueError: the recording is shorter than `TokenizerConfig.min_samples`.
+        """
+        samples = self._resampler.length(self.samples)
+        if samples < self._config.min_samples:
+            raise ValueError(f"{samples} samples are fewer than the {self._config.min_samples} that a code frame takes")
+        frames = samples // self._config.hop_length + 1
+        while self._next_frame < frames:
+            count = min(SEGMENT_MEL_FRAMES, frames - self._next_frame)
+            low, high = self._covered(self._next_frame, count)
+            # Where a frame reaches over the end, the end is reflected.
+            low = min(low, samples - 1 - self._half) if high > samples else low
+            start, stop = self._resampler.window(max(0, low), min(high, samples))
+            segment = self._cut(start, min(stop, self.samples), count, self.samples)
+            if self._config.code_frames(count) > 0:
+                yield segment
+
+    def _covered(self, first_frame: int, count: int) -> tuple[int, int]:
+        """Samples at the model's rate that mel frames cover: frame i is centred on sample i * hop."""
+        hop = self._config.hop_length
+        return first_frame * hop - self._half, (first_frame + count - 1) * hop + self._half
+
+    def _cut(self, start: int, stop: int, count: int, end: int | None) -> Segment:
+        if len(self._pieces) != 1:
+            self._pieces = [np.concatenate(self._pieces)]
+        signal = self._pieces[0]
+        pcm = signal[start - self._start : stop - self._start]
+        segment = Segment(pcm, start, self._rate, self._next_frame, count, end)
+        self._next_frame += count
+        # A hop more than the next segment needs: where the recording ends soon, its end is reflected.
+        low = self._covered(self._next_frame, 1)[0] - self._config.hop_length
+        keep = min(max(self._start, self._resampler.window(max(0, low), max(1, low + 1))[0]), self.samples)
+        rest = signal[keep - self._start :]
+        # A view keeps all that it was cut from in memory; copying each time would cost the square of the length.
+        self._pieces = [rest.copy() if 2 * rest.nbytes < _size_of_base(rest) else rest]
+        self._start = keep
+        return segment
+
+
+def _size_of_base(array: npt.NDArray[Any]) -> int:
+    """Bytes that a view keeps in memory."""
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    return base.nbytes
 
 
 class MelFrontEnd:
@@ -45,8 +162,10 @@ class MelFrontEnd:
     """
 
     def __init__(self, config: TokenizerConfig, device: torch.device) -> None:
+        self.rate = config.sampling_rate
         self.hop = config.hop_length
         self.half = config.nfft // 2
+        self.device = device
         # torchaudio builds window and filter bank on the default device, whoever set it: name it.
         with torch.device("cpu"):
             transform = MelSpectrogram(
@@ -67,89 +186,33 @@ class MelFrontEnd:
         mel: Tensor = self._transform(samples)
         return mel.clamp(min=_MEL_FLOOR).log().T
 
+    def segment(self, segment: Segment) -> Tensor:
+        """Mel frames of a segment: (frames, n_mels) float32.
 
-class _Signal:
-    """A signal that grows at its end and is forgotten at its start; positions are those in the whole signal."""
-
-    def __init__(self) -> None:
-        self.start = 0  # the first sample that is still here
-        self.stop = 0  # samples so far
-        self._pieces: list[Tensor] = []
-
-    def append(self, samples: Tensor) -> None:
-        self._pieces.append(samples)
-        self.stop += len(samples)
-
-    def read(self, start: int, stop: int | None = None) -> Tensor:
-        """Samples from `start` to `stop` or the end; a view."""
-        if len(self._pieces) != 1:
-            self._pieces = [torch.cat(self._pieces)]
-        return self._pieces[0][start - self.start : None if stop is None else stop - self.start]
-
-    def forget(self, before: int) -> None:
-        """Let go of the samples before `before`."""
-        if before <= self.start:
-            return
-        rest = self.read(before)
-        # A view keeps all that it was cut from in memory; copying each time would cost the square of the length.
-        self._pieces = [rest.clone() if 2 * rest.nbytes < rest.untyped_storage().nbytes() else rest]
-        self.start = before
-
-
-class Segmenter:
-    """Samples at the model's rate, in pieces, to mel segments of `SEGMENT_MEL_FRAMES`.
-
-    Mel frame i is centred on sample i * hop; the recording is reflected at its two ends, and only there.
-    """
-
-    def __init__(self, mel: MelFrontEnd) -> None:
-        self._mel = mel
-        self._hop = mel.hop
-        self._half = mel.half
-        self._signal = _Signal()
-        self._next_frame = 0  # the first of the next segment
-
-    def push(self, samples: Tensor) -> Iterator[Tensor]:
-        """Take the next samples (n,); yield each segment (SEGMENT_MEL_FRAMES, n_mels) that is complete."""
-        self._signal.append(samples)
-        while self._signal.stop >= self._end_of(self._next_frame + SEGMENT_MEL_FRAMES - 1):
-            yield self._segment(SEGMENT_MEL_FRAMES)
-            # A hop more than the next segment needs: where the recording ends soon, its end is reflected.
-            self._signal.forget(self._next_frame * self._hop - self._half - self._hop)
-
-    def finish(self) -> Iterator[Tensor]:
-        """Yield what is left, up to the recording's reflected end: segments (frames, n_mels), the last one shorter.
-
-        Raises:
-            ValueError: the samples given in all are too few to reflect.
+        The recording is reflected at its two ends, and only there.
         """
-        samples = self._signal.stop
-        if samples <= self._half:
-            raise ValueError(f"{samples} samples are fewer than the {self._half + 1} that the mel front end takes")
-        frames = samples // self._hop + 1
-        mirror = self._signal.read(samples - 1 - self._half, samples - 1).flip(0)
-        self._signal.append(mirror)
-        while self._next_frame < frames:
-            yield self._segment(min(SEGMENT_MEL_FRAMES, frames - self._next_frame))
-
-    def _end_of(self, frame: int) -> int:
-        """The sample after the last one that `frame` covers."""
-        return frame * self._hop + self._half
-
-    def _segment(self, count: int) -> Tensor:
-        """The next `count` mel frames."""
-        stop = self._end_of(self._next_frame + count - 1)
-        if self._next_frame == 0:
-            samples = self._signal.read(0, stop)
-            samples = torch.cat((samples[1 : self._half + 1].flip(0), samples))
+        pcm = torch.from_numpy(segment.pcm).to(self.device)
+        if pcm.dtype == torch.int16:
+            pcm = pcm.float().div_(32768)
+        resampler = Resampler(segment.sample_rate, self.rate)
+        low = segment.first_frame * self.hop - self.half
+        high = (segment.first_frame + segment.frames - 1) * self.hop + self.half
+        if segment.end is None or high <= (total := resampler.length(segment.end)):
+            samples = resampler.convert(pcm, segment.start, max(0, low), high)
         else:
-            samples = self._signal.read(self._next_frame * self._hop - self._half, stop)
-        self._next_frame += count
-        return self._mel(samples)
+            first = max(0, min(low, total - 1 - self.half))
+            samples = resampler.convert(pcm, segment.start, first, total)
+            mirror = samples[total - 1 - self.half - first : total - 1 - first].flip(0)
+            samples = torch.cat((samples, mirror))[max(0, low) - first : high - first]
+        if low < 0:
+            samples = torch.cat((samples[1 : 1 - low].flip(0), samples))
+        return self(samples)
 
 
 class Resampler:
-    """Band-limited interpolation from one rate to another, piece by piece; torchaudio's, also where it would not fit.
+    """Band-limited interpolation from one rate to another; torchaudio's, also where it would not fit.
+
+    Any stretch of the outputs can be had from the inputs around it.
 
     Args:
         source: samples a second of what is given.
@@ -162,44 +225,45 @@ class Resampler:
         # Inputs to either side that an output depends on.
         self._width = math.ceil(_LOWPASS_WIDTH * self._source / (min(self._source, self._target) * _ROLLOFF))
         self._dense = self._target * (self._source + 2 * self._width) <= _MAX_KERNEL_VALUES
-        # Multiples of the reduced source rate: each block's outputs start in phase.
-        self._block = self._source * max(1, round(_BLOCK_SECONDS * source / self._source))
+        # Multiples of the reduced rates: each block's outputs start in phase.
+        self._block = self._target * max(1, round(_BLOCK_SECONDS * target / self._target))
         self._context = self._source * math.ceil((self._width + 1) / self._source)
-        self._signal = _Signal()
-        self._done = 0  # inputs whose outputs have been given
+
+    @property
+    def filter_bytes(self) -> int:
+        """Bytes that the filters take where they are worked out as they are needed."""
+        return 0 if self._dense else _BYTES_A_TAP * _TAPS_AT_ONCE
 
     def length(self, samples: int) -> int:
         """Outputs that `samples` inputs give in all."""
         return -(-samples * self._target // self._source)
 
-    def push(self, samples: Tensor) -> Iterator[Tensor]:
-        """Take the next inputs (n,); yield the outputs of each block that is complete."""
+    def window(self, low: int, high: int) -> tuple[int, int]:
+        """The inputs, first and one past the last, that outputs `low` to `high` depend on; may reach past the end."""
         if self._source == self._target:
-            yield samples
-            return
-        self._signal.append(samples)
-        while self._signal.stop >= self._done + self._block + self._context:
-            yield self._convert(self._done + self._block)
+            return low, high
+        start = low // self._target * self._source - self._context
+        return max(0, start), -(-high // self._target) * self._source + self._context
 
-    def finish(self) -> Iterator[Tensor]:
-        """Yield the outputs that are left."""
-        while self._done < self._signal.stop:
-            yield self._convert(min(self._done + self._block, self._signal.stop))
+    def convert(self, inputs: Tensor, start: int, low: int, high: int) -> Tensor:
+        """Outputs `low` to `high`, (high - low,).
 
-    def _convert(self, stop: int) -> Tensor:
-        """Outputs of the inputs from self._done to `stop`."""
-        start = max(0, self._done - self._context)
-        inputs = self._signal.read(start, stop + self._context)
-        first = self._done // self._source * self._target
-        count = self.length(stop) - first
-        out = (
-            self._convert_dense(inputs, start, first, count)
-            if self._dense
-            else (self._convert_sparse(inputs, start, first, count))
-        )
-        self._done = stop
-        self._signal.forget(stop - self._context)
-        return out
+        Args:
+            inputs: (samples,) float32: all in `window(low, high)` that the signal has.
+            start: position of inputs[0] in the signal.
+            low: the first output.
+            high: one past the last output, at most `length` of the whole signal.
+        """
+        if self._source == self._target:
+            return inputs[low - start : high - start]
+        blocks = []
+        for first in range(low // self._target * self._target, high, self._block):
+            count = min(self._block, high - first)
+            begin, stop = self.window(first, first + count)
+            block = inputs[begin - start : stop - start]
+            convert = self._convert_dense if self._dense else self._convert_sparse
+            blocks.append(convert(block, begin, first, count)[max(0, low - first) :])
+        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
     def _convert_dense(self, inputs: Tensor, start: int, first: int, count: int) -> Tensor:
         """`count` outputs from `first` on; inputs[0] is input `start` of the signal, in phase."""

@@ -1,8 +1,8 @@
-"""The whole tokenizer: sound to codes and back, one item at a time."""
+"""The whole tokenizer: mel frames to codes and codes to sound, items packed one after the other or one step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +10,32 @@ from torch import Tensor, nn
 from .config import TokenizerConfig
 from .decoder import Decoder
 from .encoder import Encoder
-from .frontend import MelFrontEnd, Resampler, Segmenter
+from .frontend import MelFrontEnd
+from .packing import Spans
+from .rows import set_tile_rows
+from .transformer import Transformer
 
 
 class MiMoAudioTokenizer(nn.Module):
     """Encoder, quantizer and decoder on one device; inference only.
 
+    Items are packed: rows of one after those of another, without padding, and each gets the answer it gets alone, up
+    to the rounding of sums whose order a batch's size can change.
+
     Args:
         config: the checkpoint's.
         device: where the weights are allocated, uninitialized: `checkpoint` fills them.
         dtype: of the weights, but for the quantizer's and the ISTFT window, which stay float32.
+        tile_rows: rows that a product is given at once, for an answer with the same bits in every batch; None for
+            all there are, which is faster.
+
+    Raises:
+        ValueError: `tile_rows` is less than 1.
     """
 
-    def __init__(self, config: TokenizerConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: TokenizerConfig, device: torch.device, dtype: torch.dtype, *, tile_rows: int | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.device = device
@@ -35,75 +48,89 @@ class MiMoAudioTokenizer(nn.Module):
         self.decoder.vocoder.head.window.data = self.decoder.vocoder.head.window.data.float()
         self.to_empty(device=device)
         self.requires_grad_(False).eval()
+        set_tile_rows(self, tile_rows)
+        for module in self.modules():
+            if isinstance(module, Transformer):
+                module.one_by_one = tile_rows is not None
         self.mel = MelFrontEnd(config, device)
 
-    def decode_vq(self, codes: Tensor) -> Tensor:
-        """Sum of the codes' codebook vectors: (num_quantizers, frames) to float32 (frames, d_model)."""
-        return self.encoder.quantizer.decode(codes)
+    def encode(self, mel: Tensor, spans: Spans, num_quantizers: int) -> Tensor:
+        """Codes of packed segments.
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """Waveform of one item: (num_quantizers, frames) to float32 (frames * samples_per_frame - samples_cut,)."""
-        waveform: Tensor = self.decoder(self.decode_vq(codes))
-        return waveform
-
-
-class EncodeState:
-    """One recording on its way to codes, in pieces.
-
-    Args:
-        tokenizer: the model; all its pieces are encoded by it.
-        sample_rate: samples a second of what is given.
-        num_quantizers: codebooks wanted, counted from the first.
-        group_size: the frame count is padded to a multiple of this by repeating the last frame.
-    """
-
-    def __init__(
-        self, tokenizer: MiMoAudioTokenizer, sample_rate: int, num_quantizers: int, group_size: int = 1
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._resampler = Resampler(sample_rate, tokenizer.config.sampling_rate)
-        self._segmenter = Segmenter(tokenizer.mel)
-        self._num_quantizers = num_quantizers
-        self._group_size = group_size
-        self._frames = 0
-        self._samples = 0
-        self._last_frame: Tensor | None = None  # (num_quantizers, 1)
-
-    def push(self, samples: Tensor) -> Tensor:
-        """Take the next samples, (n,) float32 on the model's device.
+        Args:
+            mel: log mel frames (spans.total, n_mels), float32.
+            spans: the items' mel frames; each item is one segment and gives at least one code frame.
+            num_quantizers: codebooks to use, counted from the first.
 
         Returns:
-            int64 (num_quantizers, frames): the codes of the segments that are complete, often none.
+            int64 (num_quantizers, code frames), `config.code_frames` of each item's length, in order.
         """
-        self._samples += len(samples)
-        return self._encode(mel for piece in self._resampler.push(samples) for mel in self._segmenter.push(piece))
+        return self.encoder.encode(mel, spans, num_quantizers)
 
-    def finish(self) -> Tensor:
-        """The codes of what is left, and the padding to a multiple of `group_size`.
+    def decode_vq(self, codes: Tensor, spans: Spans, books: Sequence[int] | None = None) -> Tensor:
+        """Sum of the codes' codebook vectors.
 
-        Raises:
-            ValueError: the recording is shorter than `TokenizerConfig.min_samples`.
+        Args:
+            codes: integers (num_quantizers, spans.total), each within its codebook.
+            spans: the items' code frames.
+            books: codebooks that each item uses, counted from the first; its codes for the others are ignored. None
+                for all the rows given.
+
+        Returns:
+            float32 (spans.total, d_model).
         """
+        return self.encoder.quantizer.decode(codes, spans, books)
 
-        def rest() -> Iterator[Tensor]:
-            for piece in self._resampler.finish():
-                yield from self._segmenter.push(piece)
-            yield from self._segmenter.finish()
+    def decode(self, codes: Tensor, spans: Spans, books: Sequence[int] | None = None) -> Tensor:
+        """Waveforms of packed items, one after the other.
 
-        codes = self._encode(rest())
-        # The last segment can be too short for a frame: the one to repeat is then the segment's before.
-        if self._last_frame is None:
-            samples, least = self._resampler.length(self._samples), self._tokenizer.config.min_samples
-            raise ValueError(f"{samples} samples are fewer than the {least} that a code frame takes")
-        padding = -self._frames % self._group_size
-        return torch.cat((codes, self._last_frame.expand(-1, padding)), dim=1)
+        Args:
+            codes: as for `decode_vq`.
+            spans: as for `decode_vq`.
+            books: as for `decode_vq`.
 
-    def _encode(self, segments: Iterator[Tensor]) -> Tensor:
-        encoder, config = self._tokenizer.encoder, self._tokenizer.config
-        codes = [encoder.encode(mel, self._num_quantizers) for mel in segments if config.code_frames(len(mel)) > 0]
-        if not codes:
-            return torch.empty((self._num_quantizers, 0), dtype=torch.int64, device=self._tokenizer.device)
-        joined = torch.cat(codes, dim=1)
-        self._frames += joined.shape[1]
-        self._last_frame = joined[:, -1:]
-        return joined
+        Returns:
+            float32 samples; of an item, frames * config.samples_per_frame - config.samples_cut.
+        """
+        waveform: Tensor = self.decoder(self.decode_vq(codes, spans, books), spans)
+        return waveform
+
+    def encode_steps(self, mel: Tensor, num_quantizers: int, flops: float) -> Generator[float, None, Tensor]:
+        """`encode` of one segment, with little memory beside one layer's activations; may be closed at any step.
+
+        Args:
+            mel: log mel frames (mel frames, n_mels), float32.
+            num_quantizers: codebooks to use, counted from the first.
+            flops: floating-point operations of a step, about and at most; but a step is at least one row.
+
+        Yields:
+            The floating-point operations of each step, `encode_flops` of them in all where all codebooks are used.
+
+        Returns:
+            int64 (num_quantizers, code frames).
+        """
+        return self.encoder.steps(mel, num_quantizers, flops)
+
+    def decode_steps(self, codes: Tensor, flops: float) -> Generator[float, None, Tensor]:
+        """`decode` of one item, with little memory beside one layer's activations; may be closed at any step.
+
+        Args:
+            codes: integers (num_quantizers, frames), each within its codebook.
+            flops: floating-point operations of a step, about and at most; but a step is at least one row.
+
+        Yields:
+            The floating-point operations of each step, `decode_flops` of them in all.
+
+        Returns:
+            float32 (frames * config.samples_per_frame - config.samples_cut,).
+        """
+        quantizer = self.encoder.quantizer
+        return self.decoder.steps(lambda start, stop: quantizer.decode(codes[:, start:stop]), codes.shape[1], flops)
+
+    def encode_flops(self, mel_frames: int) -> float:
+        """Floating-point operations that one segment takes: products and attention to what is seen."""
+        return self.encoder.flops(mel_frames)
+
+    def decode_flops(self, frames: int) -> float:
+        """Floating-point operations that one item takes: products and attention to what is seen."""
+        return self.decoder.flops(frames)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import AttentionPlan, rope_table, rotate
+from .attention import AttentionPlan, Reach, attend_piece, has_varlen, rope_table, rotate
+from .packing import Spans
+from .rows import Activation, Linear, RMSNorm
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -19,10 +22,22 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": F.silu,
 }
 
+# Of one long item, at most so many rows are computed at once, whatever they cost: what lies between a feed-forward's
+# two products (40 MiB at the published size in float32) and attention's mask shall stay small beside the item.
+_MOST_ROWS = 2048
+_MOST_MASK = 1 << 22
+
 
 def make_norm(kind: str, dim: int) -> nn.Module:
     """A LayerNorm, or an RMSNorm (arXiv 1910.07467), over the last dimension."""
-    return nn.LayerNorm(dim) if kind == "LayerNorm" else nn.RMSNorm(dim, eps=1e-6)
+    return nn.LayerNorm(dim) if kind == "LayerNorm" else RMSNorm(dim, eps=1e-6)
+
+
+def row_pieces(rows: int, flops_per_row: float, flops: float) -> Iterator[tuple[int, int]]:
+    """Cut `rows` into pieces from start to stop, of about `flops` at most and of at least one row."""
+    size = int(max(1, min(_MOST_ROWS, flops / flops_per_row)))
+    for start in range(0, rows, size):
+        yield start, min(start + size, rows)
 
 
 class Attention(nn.Module):
@@ -30,16 +45,26 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
+        self.dim = dim
         self.heads = heads
         # The rows are those of q_proj, k_proj and v_proj; the published k_proj has no bias, so its part stays zero.
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out_proj = nn.Linear(dim, dim)
+        self.qkv = Linear(dim, 3 * dim)
+        self.out_proj = Linear(dim, dim)
 
     def forward(self, x: Tensor, rope: Tensor, plan: AttentionPlan) -> Tensor:
-        """Map (length, dim) to (length, dim)."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)  # each (length, heads, head_dim)
+        """Map packed rows (rows, dim) to (rows, dim)."""
+        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)  # each (rows, heads, head_dim)
         out: Tensor = self.out_proj(plan.attend(rotate(q, rope), rotate(k, rope), v).flatten(1))
         return out
+
+    def queries(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Map (rows, dim) to (rows, heads, head_dim)."""
+        return rotate(self.qkv.columns(x, 0, self.dim).view(len(x), self.heads, -1), rope)
+
+    def keys_and_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Map (rows, dim) to two of (rows, heads, head_dim)."""
+        k, v = self.qkv.columns(x, self.dim, 3 * self.dim).view(len(x), 2, self.heads, -1).unbind(1)
+        return rotate(k, rope), v
 
 
 class TransformerLayer(nn.Module):
@@ -50,13 +75,16 @@ class TransformerLayer(nn.Module):
         self.self_attn_layer_norm = make_norm(norm, dim)
         self.self_attn = Attention(dim, heads)
         self.final_layer_norm = make_norm(norm, dim)
-        self.fc1 = nn.Linear(dim, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, dim)
-        self.activation = _ACTIVATIONS[activation]
+        self.fc1 = Linear(dim, ffn_dim)
+        self.fc2 = Linear(ffn_dim, dim)
+        self.activation = Activation(_ACTIVATIONS[activation])
 
     def forward(self, x: Tensor, rope: Tensor, plan: AttentionPlan) -> Tensor:
-        """Map (length, dim) to (length, dim)."""
-        x = x + self.self_attn(self.self_attn_layer_norm(x), rope, plan)
+        """Map packed rows (rows, dim) to (rows, dim)."""
+        return self.feed_forward(x + self.self_attn(self.self_attn_layer_norm(x), rope, plan))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The second half: (rows, dim) to (rows, dim)."""
         x = x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
         if x.dtype == torch.float16:  # the one supported type whose range a residual stream can leave
             bound = torch.finfo(x.dtype).max - 1000
@@ -65,7 +93,7 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stack of layers over one sequence, without the final norm.
+    """A stack of layers over packed items, without the final norm.
 
     Not a container of its own in the checkpoint: `layers` and `layer_norm` stand directly in encoder, decoder and
     vocoder, which therefore inherit from this class.
@@ -87,21 +115,30 @@ class Transformer(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(dim, heads, ffn_dim, activation, norm) for _ in range(depth))
         self.layer_norm = make_norm(norm, dim)
+        self.dim = dim
+        self.heads = heads
+        self.ffn_dim = ffn_dim
         self.head_dim = dim // heads
         self.window = window
         self.causal = causal
         self.rope_theta = rope_theta
+        self.one_by_one = False
 
-    def run_layers(self, x: Tensor, skip_from: int | None = None) -> Tensor:
-        """Run all layers and the final norm over `x` (length, dim).
+    def run_layers(self, x: Tensor, spans: Spans, skip_from: int | None = None) -> Tensor:
+        """Run all layers and the final norm over packed rows.
 
         Args:
-            x: the sequence.
+            x: (spans.total, dim).
+            spans: the items; none sees another.
             skip_from: number of the layer, counted from 1, whose output is added to the last layer's.
+
+        Returns:
+            (spans.total, dim).
         """
-        length = x.shape[0]
-        plan = AttentionPlan(length, self.window, self.causal, x.device)
-        rope = rope_table(length, self.head_dim, self.rope_theta, x.device, x.dtype)
+        plan = AttentionPlan(
+            spans, self.window, self.causal, self.head_dim, x.device, x.dtype, one_by_one=self.one_by_one
+        )
+        rope = rope_table(spans.positions(x.device), self.head_dim, self.rope_theta, x.dtype)
         skip: Tensor | None = None
         for number, layer in enumerate(self.layers, start=1):
             x = layer(x, rope, plan)
@@ -111,3 +148,82 @@ class Transformer(nn.Module):
             x = x + skip
         normed: Tensor = self.layer_norm(x)
         return normed
+
+    def layer_steps(self, x: Tensor, flops: float, skip_from: int | None = None) -> Generator[float, None, None]:
+        """Run all layers over one item in place, without the final norm; beside it stand one layer's keys and values.
+
+        Args:
+            x: (length, dim).
+            flops: floating-point operations of a step, about and at most, but for a step of one row.
+            skip_from: as in `run_layers`.
+
+        Yields:
+            The floating-point operations of each step.
+        """
+        length = len(x)
+        reach = Reach(length, self.window, self.causal)
+        rope = rope_table(torch.arange(length, device=x.device), self.head_dim, self.rope_theta, x.dtype)
+        keys = x.new_empty(length, self.heads, self.head_dim)
+        values = torch.empty_like(keys)
+        skip: Tensor | None = None
+        for number, layer in enumerate(self.layers, start=1):
+            yield from self._one_layer_steps(layer, x, keys, values, rope, reach, flops)
+            if number == skip_from:
+                skip = x.clone()
+        if skip is not None:
+            x += skip
+
+    def _one_layer_steps(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rope: Tensor,
+        reach: Reach,
+        flops: float,
+    ) -> Generator[float, None, None]:
+        assert isinstance(layer, TransformerLayer)
+        attention, length = layer.self_attn, len(x)
+        masked = not (reach.full or reach.band or has_varlen(self.head_dim, x.device, x.dtype))
+        # Keys and values run ahead of the rows that see them: a row that has been replaced has given its own.
+        pending = row_pieces(length, self._key_value_flops, flops)
+        filled = start = 0
+        while start < length:
+            stop = start + self._rows_within(start, reach, flops, masked)
+            while filled < reach.keys(start, stop)[1]:
+                first, filled = next(pending)
+                ahead = slice(first, filled)
+                keys[ahead], values[ahead] = attention.keys_and_values(
+                    layer.self_attn_layer_norm(x[ahead]), rope[:, ahead]
+                )
+                yield (filled - first) * self._key_value_flops
+            rows = slice(start, stop)
+            queries = attention.queries(layer.self_attn_layer_norm(x[rows]), rope[:, rows])
+            attended = attend_piece(queries, keys, values, start, reach).flatten(1)
+            x[rows] = layer.feed_forward(x[rows] + attention.out_proj(attended))
+            yield self._piece_flops(start, stop, reach)
+            start = stop
+
+    @property
+    def _key_value_flops(self) -> float:
+        return 4.0 * self.dim**2
+
+    def _piece_flops(self, start: int, stop: int, reach: Reach) -> float:
+        """Of a layer, for the rows from `start` to `stop`, but for their keys and values."""
+        products = 4.0 * self.dim * (self.dim + self.ffn_dim)
+        return (stop - start) * products + 4.0 * self.dim * reach.seen(start, stop)
+
+    def _rows_within(self, start: int, reach: Reach, flops: float, masked: bool) -> int:
+        """Rows from `start` on that cost at most `flops`, and whose mask is small; at least one."""
+        most = min(_MOST_ROWS, reach.length - start)
+        if masked:
+            low, high = reach.keys(start, start + most)
+            most = max(1, min(most, _MOST_MASK // (high - low)))
+        return max(1, bisect_right(range(1, most + 1), flops, key=lambda n: self._piece_flops(start, start + n, reach)))
+
+    def layer_flops(self, length: int) -> float:
+        """Floating-point operations of all layers for one item: linear layers, and attention to what is seen."""
+        of_layer = length * self._key_value_flops
+        of_layer += self._piece_flops(0, length, Reach(length, self.window, self.causal))
+        return len(self.layers) * of_layer

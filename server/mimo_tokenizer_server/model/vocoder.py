@@ -2,41 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import TokenizerConfig
-from .transformer import Transformer
+from .packing import Spans, add_overlapping, overlap_add
+from .rows import Linear, RowWise, by_tiles
+from .transformer import Transformer, row_pieces
 
 # The head's magnitudes are clipped here, as in Vocos, so that one wild frame does not drown the rest.
 _MAX_MAGNITUDE = 100.0
 
 
-class ISTFTHead(nn.Module):
+class ISTFTHead(RowWise):
     """Log magnitude and phase of each frame, and the inverse short-time Fourier transform; float32 from there on."""
 
     def __init__(self, dim: int, n_fft: int, hop: int, padding: str) -> None:
         super().__init__()
         self.n_fft = n_fft
         self.hop = hop
-        self.padding = padding
-        self.out = nn.Linear(dim, n_fft + 2)
+        self.hops = -(-n_fft // hop)  # that a frame reaches over
+        self.same = padding == "same"
+        self.cut = (n_fft - hop if self.same else n_fft) // 2
+        self.out = Linear(dim, n_fft + 2)
         self.window = nn.Parameter(torch.empty(n_fft, dtype=torch.float32), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (mel frames, dim) to samples: frames * hop of them for "same" padding, one hop less for "center"."""
-        log_magnitude, phase = self.out(x).float().chunk(2, dim=-1)  # each (frames, n_fft / 2 + 1)
-        spectrum = torch.polar(log_magnitude.exp().clamp(max=_MAX_MAGNITUDE), phase)
-        frames = torch.fft.irfft(spectrum, self.n_fft) * self.window  # (frames, n_fft)
-        cut = (self.n_fft - self.hop if self.padding == "same" else self.n_fft) // 2
-        covered = self._overlap_add(self.window.square().expand_as(frames))[cut:-cut]
-        return self._overlap_add(frames)[cut:-cut] / covered
+    def forward(self, x: Tensor, spans: Spans) -> Tensor:  # type: ignore[override]
+        """Map packed (mel frames, dim) to samples: frames * hop of each item's, or one hop less for "center"."""
+        summed, hops = overlap_add(self.blocks(x), spans)
+        item = hops.items(x.device)
+        waves = summed.div_(self.covered(hops.positions(x.device), spans.sizes(x.device)[item]))
+        # A "center" item of one frame has no samples, and is none of the packed ones.
+        kept = [(start, self.samples(frames)) for start, frames in zip(hops.starts, spans.lengths, strict=True)]
+        flat = waves.flatten()
+        pieces = [flat[start * self.hop + self.cut :][:samples] for start, samples in kept]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _overlap_add(self, frames: Tensor) -> Tensor:
-        """Map (frames, n_fft) to ((frames - 1) * hop + n_fft,)."""
-        length = (len(frames) - 1) * self.hop + self.n_fft
-        return F.fold(frames.T.unsqueeze(0), (1, length), (1, self.n_fft), stride=(1, self.hop)).flatten()
+    def samples(self, frames: int) -> int:
+        """Samples that an item of `frames` gives."""
+        return (frames if self.same else frames - 1) * self.hop
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """The windowed frames: (mel frames, dim) to float32 (mel frames, hops of a frame, hop)."""
+        log_magnitude, phase = self.out(x).float().chunk(2, dim=-1)  # each (frames, n_fft / 2 + 1)
+        magnitude = log_magnitude.exp().clamp_(max=_MAX_MAGNITUDE)
+        # torch.polar gives the same and, on a CPU, takes three times as long.
+        spectrum = torch.complex(phase.cos() * magnitude, phase.sin() * magnitude)
+        frames = by_tiles(lambda tile: torch.fft.irfft(tile, self.n_fft), spectrum, self.tile_rows)
+        return self._in_hops(frames.mul_(self.window))
+
+    def _in_hops(self, frames: Tensor) -> Tensor:
+        padded = F.pad(frames, (0, self.hops * self.hop - self.n_fft))
+        return padded.view(*frames.shape[:-1], self.hops, self.hop)
+
+    def covered(self, position: Tensor, frames: Tensor | int) -> Tensor:
+        """The sum of the squared windows that lie upon a hop.
+
+        Args:
+            position: the hop's place in its item, (n,).
+            frames: of its item, (n,) or one number for all.
+
+        Returns:
+            (n, hop).
+        """
+        squares = self._in_hops(self.window.square())
+        # [first, last] of the frame's hops that lie upon this one: at an item's ends not all of them do.
+        sums = squares.new_zeros(self.hops, self.hops, self.hop)
+        for hop, square in enumerate(squares):
+            sums[: hop + 1, hop:] += square
+        first = (position - frames + 1).clamp(min=0)
+        return sums[first, position.clamp(max=self.hops - 1)]
 
 
 class Vocoder(Transformer):
@@ -54,10 +92,34 @@ class Vocoder(Transformer):
             causal=False,
             rope_theta=config.rope_theta,
         )
-        self.embeddings = nn.Linear(config.n_mels, config.vocoder_dim, bias=False)
+        self.embeddings = Linear(config.n_mels, config.vocoder_dim, bias=False)
         self.head = ISTFTHead(config.vocoder_dim, config.nfft, config.hop_length, config.vocoder_padding)
 
-    def forward(self, mel: Tensor) -> Tensor:
-        """Map (mel frames, n_mels) to float32 samples (samples,)."""
-        waveform: Tensor = self.head(self.run_layers(self.embeddings(mel)))
+    def forward(self, mel: Tensor, spans: Spans) -> Tensor:
+        """Map packed (mel frames, n_mels) to float32 samples (samples,)."""
+        waveform: Tensor = self.head(self.run_layers(self.embeddings(mel), spans), spans)
         return waveform
+
+    def steps(self, mel: Tensor, flops: float) -> Generator[float, None, Tensor]:
+        """`forward` for one item, step by step; see `Transformer.layer_steps`."""
+        length, head = len(mel), self.head
+        x = mel.new_empty(length, self.dim)
+        cost = 2.0 * self.embeddings.weight.numel()
+        for start, stop in row_pieces(length, cost, flops):
+            x[start:stop] = self.embeddings(mel[start:stop])
+            yield (stop - start) * cost
+        yield from self.layer_steps(x, flops)
+        waves = torch.zeros(length + head.hops - 1, head.hop, dtype=torch.float32, device=x.device)
+        cost = 2.0 * head.out.weight.numel()
+        for start, stop in row_pieces(length, cost, flops):
+            add_overlapping(waves, start, head.blocks(self.layer_norm(x[start:stop])))
+            yield (stop - start) * cost
+        for start, stop in row_pieces(len(waves), 1, torch.inf):
+            waves[start:stop] /= head.covered(torch.arange(start, stop, device=x.device), length)
+            yield 0.0
+        return waves.flatten()[head.cut :][: head.samples(length)]
+
+    def flops(self, length: int) -> float:
+        """Floating-point operations of one item: linear layers and attention."""
+        ends = 2.0 * length * (self.embeddings.weight.numel() + self.head.out.weight.numel())
+        return ends + self.layer_flops(length)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,9 @@ from process_harness import COMMAND, RATE, ServerProcess, assert_one_sentence, n
 from safetensors.torch import save_file
 
 import mimo_tokenizer_server.server
-from mimo_tokenizer_client import InvalidInput, TokenizerClient
+from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
+from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
+from mimo_tokenizer_client import InvalidInput, TokenizerClient, TokenizerError
 from mimo_tokenizer_server.cli import cli
 from mimo_tokenizer_server.config import BUILT_IN_MODELS, ServeConfig
 from mimo_tokenizer_server.model import checkpoint
@@ -46,12 +49,21 @@ VALUES: dict[str, tuple[str, str, Any]] = {
     "--max-audio-seconds": ("12.5", "max_audio_seconds", 12.5),
     "--max-queued-frames": ("999", "max_queued_frames", 999),
     "--max-concurrent-calls": ("5", "max_concurrent_calls", 5),
+    "--max-batch-frames": ("77", "max_batch_frames", 77),
+    "--device-memory-limit": ("3GiB", "device_memory_limit", "3GiB"),
+    "--batch-invariant": ("true", "batch_invariant", True),
     "--grace-seconds": ("1.5", "grace_seconds", 1.5),
     "--log-level": ("debug", "log_level", "debug"),
     "--log-format": ("json", "log_format", "json"),
 }
 # Without these the command has nothing to serve.
 NEEDED = ("--model", "x", "--device", "cpu")
+
+
+def given(flag: str, value: str) -> tuple[str, ...]:
+    """The flag as it stands on a command line."""
+    parameter = FLAGS[flag]
+    return (flag,) if isinstance(parameter, click.Option) and parameter.is_flag else (flag, value)
 
 
 def variable(flag: str) -> str:
@@ -114,7 +126,7 @@ def test_a_variable_does_what_its_flag_does(parse: Callable[..., Any], flag: str
     needed = tuple(text for text in NEEDED if flag not in ("--model", "--device"))
     if flag in ("--model", "--device"):
         needed = ("--device", "cpu") if flag == "--model" else ("--model", "x")
-    by_flag = parse(*needed, flag, value)
+    by_flag = parse(*needed, *given(flag, value))
     by_variable = parse(*needed, env={variable(flag): value})
     assert getattr(by_flag, name) == wanted
     assert by_variable == by_flag
@@ -128,9 +140,10 @@ def test_a_flag_beats_its_variable(parse: Callable[..., Any], flag: str) -> None
     value, name, wanted = VALUES[flag]
     other = {"--load-format": "safetensors", "--device": "auto", "--dtype": "float32", "--log-level": "error"}
     other |= {"--log-format": "text", "--socket-mode": "644"}
+    other |= {"--batch-invariant": "false"}
     env = {variable(flag): other.get(flag, "1")}
-    given = {"--model": "x", "--device": "cpu"} | {flag: value}
-    config = parse(*(text for pair in given.items() for text in pair), env=env)
+    flags = {"--model": "x", "--device": "cpu"} | {flag: value}
+    config = parse(*(text for pair in flags.items() for text in given(*pair)), env=env)
     assert getattr(config, name) == wanted
 
 
@@ -202,6 +215,16 @@ def test_a_real_server_takes_its_settings_from_the_environment(start: Callable[.
         (("--model", "x", "--max-queued-frames", str(2**64)), ("--max-queued-frames",)),
         (("--model", "x", "--max-concurrent-calls", "0"), ("--max-concurrent-calls",)),
         (("--model", "x", "--max-concurrent-calls", str(2**32)), ("--max-concurrent-calls",)),
+        (("--model", "x", "--max-batch-frames", "0"), ("--max-batch-frames",)),
+        (("--model", "x", "--max-batch-frames", "many"), ("--max-batch-frames",)),
+        *(
+            (
+                ("--model", "x", "--device-memory-limit", text),
+                ("--device-memory-limit", f"{text!r} is no amount of memory", "12GiB", "50%"),
+            )
+            for text in ("lots", "-1GiB", "0", "0%", "101%", "12 parsecs", "GiB", "1e9", "nan", "inf")
+        ),
+        (("--model", "x", "--batch-invariant=maybe"), ("--batch-invariant",)),
         (("--model", "x", "--grace-seconds", "-1"), ("--grace-seconds",)),
         (("--model", "x", "--grace-seconds", "nan"), ("--grace-seconds",)),
         (("--model", "x", "--log-level", "loud"), ("--log-level",)),
@@ -238,6 +261,59 @@ def test_addresses_that_are_none(parse: Callable[..., Any], monkeypatch: pytest.
 def test_an_unknown_device_is_refused_by_the_real_command() -> None:
     done = run_command("serve", "--load-format", "dummy", "--model", "tiny", "--device", "cuda:77")
     assert_one_sentence(done, "cuda:77", "there are: cpu", status=2)
+
+
+@pytest.mark.parametrize("text", ["twelve", "120%", "0"])
+def test_a_memory_limit_that_says_nothing_is_refused_by_the_real_command(text: str) -> None:
+    done = run_command(
+        "serve", "--load-format", "dummy", "--model", "tiny", "--device", "cpu", "--device-memory-limit", text
+    )
+    assert_one_sentence(done, "--device-memory-limit", f"{text!r} is no amount of memory", "800MiB", status=2)
+
+
+def test_a_memory_limit_that_leaves_nothing_is_refused(start: Callable[..., ServerProcess]) -> None:
+    server = start("--log-level", "error", "--device-memory-limit", "64MiB")
+    status = server.wait()
+    done = subprocess.CompletedProcess([], status, "", server.log)
+    assert_one_sentence(
+        done, "the memory limit of 64 MiB leaves nothing to compute with", "the weights take 10 MiB", status=1
+    )
+    assert not server.socket.exists()
+
+
+def test_a_server_with_little_memory_tells_and_keeps_its_limits(
+    start: Callable[..., ServerProcess], channel: Callable[[str], grpc.Channel]
+) -> None:
+    """Its fixed part differs from machine to machine: ask a first one, and leave the second one 120 MiB more."""
+
+    def info_of(server: ServerProcess) -> pb.GetInfoResponse:
+        stub: Any = tokenizer_pb2_grpc.AudioTokenizerStub(channel(server.address))
+        response: pb.GetInfoResponse = stub.GetInfo(pb.GetInfoRequest(), timeout=60)
+        return response
+
+    memory = info_of(start().ready()).memory
+    limit = memory.weights + memory.fixed + (120 << 20)
+    server = start(
+        "--device-memory-limit", str(limit), "--max-batch-frames", "100", "--batch-invariant", "--log-format", "json"
+    ).ready()
+    (divided,) = (line for line in map(json.loads, server.lines) if line["message"] == "device memory divided")
+    assert divided["limit"] == f"{limit / 2**20:,.0f} MiB"
+    assert divided["max_batch_frames"] == 100
+    info = info_of(server)
+    assert info.device.batch_invariant
+    assert info.limits.max_batch_frames == 100
+    assert info.memory.limit == limit
+    assert sum((info.memory.weights, info.memory.fixed, info.memory.activations, info.memory.state)) == limit
+    with TokenizerClient(server.address) as client:
+        short, middle = random_codes(50), random_codes(300)
+        # In steps, as it is longer than a batch.
+        assert client.decode(middle).shape == (300 * 960,)
+        alone = client.decode(short)
+        for samples in client.decode_batch([short, random_codes(30, seed=1), short])[::2]:
+            np.testing.assert_array_equal(samples, alone)
+        with pytest.raises(TokenizerError, match="too little free memory for this item of 40000 frames"):
+            client.decode(random_codes(40_000))
+        np.testing.assert_array_equal(client.decode(short), alone)
 
 
 # ---------------------------------------------------------------- models

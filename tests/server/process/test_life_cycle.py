@@ -31,6 +31,7 @@ from process_harness import (
     free_port,
     noise,
     random_codes,
+    snr,
 )
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
@@ -210,7 +211,7 @@ def test_a_killed_servers_socket_is_replaced_and_its_clients_go_on(start: Start,
         second = start(address=first.asked).ready()
         call.join(120)
         assert len(answers) == 1
-        assert (answers[0] == wanted).all()
+        assert snr(wanted, answers[0]) >= 90
     works(second)
     assert second.stop() == 0
     assert not first.socket.exists()

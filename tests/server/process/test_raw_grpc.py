@@ -493,10 +493,10 @@ def test_the_request_id_comes_back_with_an_error(server: ServerProcess, channel:
 LONG = 3000
 
 
-def long_call(stub: Any) -> Any:
+def long_call(stub: Any, timeout: float = 120) -> Any:
     """A call that computes for a while."""
     request = pb.DecodeLongRequest(item=pb.DecodeItem(codes=codes_message(LONG)))
-    return stub.DecodeLong(request, timeout=120)
+    return stub.DecodeLong(request, timeout=timeout)
 
 
 def test_health_is_told_while_the_device_computes(
@@ -572,10 +572,14 @@ def test_deadlines_are_kept(
     busy = [long_call(stub) for _ in range(2)]
     time.sleep(0.3)
     began = time.monotonic()
+    # As long as those before it, of which it is to have a third of the device.
     with pytest.raises(grpc.RpcError) as late:
-        stub.Decode(decode_request(25), timeout=0.3)
+        list(long_call(stub, timeout=0.3))
     assert late.value.code() is Code.DEADLINE_EXCEEDED
     assert time.monotonic() - began < 2
+    # What is short is answered meanwhile.
+    assert len(stub.Decode(decode_request(25), timeout=PATIENCE).items) == 1
+    assert any(call.is_active() for call in busy)
     for call in busy:
         assert sum(len(piece.pcm) for piece in call) == LONG * 960 * 4
     with pytest.raises(grpc.RpcError) as past:

@@ -27,7 +27,9 @@ from mimo_tokenizer_client import AsyncTokenizerClient, InvalidInput, ModelMisma
 from mimo_tokenizer_server.config import BUILT_IN_MODELS
 from mimo_tokenizer_server.model import checkpoint
 from mimo_tokenizer_server.model.config import TokenizerConfig
-from mimo_tokenizer_server.model.tokenizer import EncodeState, MiMoAudioTokenizer
+from mimo_tokenizer_server.model.frontend import SegmentCutter
+from mimo_tokenizer_server.model.packing import Spans
+from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
 
 
 class AsyncFace:
@@ -72,18 +74,18 @@ def encode_here(
     quantizers: int = QUANTIZERS,
     group_size: int = 1,
 ) -> npt.NDArray[np.uint16]:
-    """Codes of (samples,) or (channels, samples), by the model in this process."""
-    samples = torch.from_numpy(np.atleast_2d(waveform))
-    samples = samples.float() / 32768 if samples.dtype == torch.int16 else samples
-    state = EncodeState(model, rate, quantizers, group_size)
-    codes = torch.cat((state.push(samples.mean(dim=0)), state.finish()), dim=1)
-    return codes.numpy().astype(np.uint16)
+    """Codes of (samples,) or (channels, samples), by the model in this process, each segment alone."""
+    cutter = SegmentCutter(rate, model.config)
+    segments = [*cutter.push(np.atleast_2d(waveform).T), *cutter.finish()]
+    mels = [model.mel.segment(segment) for segment in segments]
+    codes = np.concatenate([model.encode(mel, Spans([len(mel)]), quantizers).numpy() for mel in mels], axis=1)
+    return np.pad(codes, ((0, 0), (0, -codes.shape[1] % group_size)), mode="edge").astype(np.uint16)
 
 
 @torch.inference_mode()
 def decode_here(model: MiMoAudioTokenizer, codes: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """Samples of codes, by the model in this process."""
-    return model.decode(torch.from_numpy(codes.astype(np.int32))).numpy()
+    return model.decode(torch.from_numpy(codes.astype(np.int32)), Spans([codes.shape[1]])).numpy()
 
 
 def test_info_describes_the_model(client: Any) -> None:
@@ -122,7 +124,7 @@ def test_a_round_trip_is_the_models_own(
     features = client.decode_vq(codes)
     assert features.shape == (codes.shape[1], local_model.config.d_model)
     assert features.dtype == np.float32
-    wanted = local_model.decode_vq(torch.from_numpy(codes.astype(np.int32))).numpy()
+    wanted = local_model.decode_vq(torch.from_numpy(codes.astype(np.int32)), Spans([codes.shape[1]])).numpy()
     np.testing.assert_array_equal(features, wanted)
 
 
@@ -189,7 +191,7 @@ def test_a_batch_is_its_items(client: Any) -> None:
         np.testing.assert_array_equal(item, client.encode(sound, rate))
     decoded = client.decode_batch(codes, [0, 1, 0, 2])
     for item, left, samples in zip(codes, [0, 1, 0, 2], decoded, strict=True):
-        np.testing.assert_array_equal(samples, client.decode(item, left))
+        assert snr(client.decode(item, left), samples) >= 90
 
 
 def test_a_bad_item_of_a_batch_fails_alone(client: Any) -> None:
@@ -197,11 +199,11 @@ def test_a_bad_item_of_a_batch_fails_alone(client: Any) -> None:
     bad = good.copy()
     bad[3, 4] = 200
     answers = client.decode_batch([good, bad, good[:2]], return_errors=True)
-    np.testing.assert_array_equal(answers[0], client.decode(good))
+    assert snr(client.decode(good), answers[0]) >= 90
     assert isinstance(answers[1], InvalidInput)
     detail = answers[1].detail
     assert (detail.item, detail.row, detail.frame, detail.value, detail.allowed) == (1, 3, 4, "200", "0..127")
-    np.testing.assert_array_equal(answers[2], client.decode(good[:2]))
+    assert snr(client.decode(good[:2]), answers[2]) >= 90
     with pytest.raises(InvalidInput, match="row 3, frame 4 is 200"):
         client.decode_batch([good, bad])
 
@@ -273,7 +275,8 @@ def test_callers_at_the_same_time_get_their_own_answers(server: ServerProcess) -
             thread.join(120)
     for number in range(len(sounds)):
         np.testing.assert_array_equal(answers[number][0], alone[number])
-        np.testing.assert_array_equal(answers[number][1], decoded[number])
+        # In a batch with others sums have another order.
+        assert snr(decoded[number], answers[number][1]) >= 90
 
 
 def test_asyncio_calls_overlap(server: ServerProcess) -> None:
@@ -281,7 +284,7 @@ def test_asyncio_calls_overlap(server: ServerProcess) -> None:
         async with AsyncTokenizerClient(server.address) as client:
             batches = await asyncio.gather(*(client.decode(random_codes(20, seed=seed)) for seed in range(6)))
             for seed, samples in enumerate(batches):
-                np.testing.assert_array_equal(samples, await client.decode(random_codes(20, seed=seed)))
+                assert snr(await client.decode(random_codes(20, seed=seed)), samples) >= 90
 
     asyncio.run(main())
 
@@ -330,7 +333,8 @@ class TestTwoMinutes:
         assert client.info().limits.max_message_bytes == 1 << 20 < two_minutes.nbytes
         codes = client.encode(two_minutes, RATE)
         np.testing.assert_array_equal(codes, in_one_message[0])
-        np.testing.assert_array_equal(client.decode(codes), in_one_message[1])
+        # Where long work is cut into steps depends on how fast the server is, and the order of sums on that.
+        assert snr(in_one_message[1], client.decode(codes)) >= 90
         np.testing.assert_array_equal(client.decode_vq(codes), in_one_message[2])
 
     def test_batches_are_cut_where_messages_are_small(self, small_server: ServerProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import queue
 import threading
@@ -17,23 +18,19 @@ import grpc_testing  # type: ignore[import-untyped]
 import numpy as np
 import numpy.typing as npt
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 from mimo_tokenizer_server.config import BUILT_IN_MODELS, ServeConfig
-from mimo_tokenizer_server.engine import (
-    Answer,
-    DecodeVqWork,
-    DecodeWork,
-    EncodePiece,
-    Engine,
-    EngineInfo,
-    Recording,
-    Work,
-)
+from mimo_tokenizer_server.engine import Engine, EngineInfo
+from mimo_tokenizer_server.errors import Reason, RequestError
+from mimo_tokenizer_server.memory import Division
 from mimo_tokenizer_server.messages import Limits
 from mimo_tokenizer_server.model.config import TokenizerConfig
+from mimo_tokenizer_server.model.frontend import Segment, SegmentCutter
 from mimo_tokenizer_server.scheduler import Scheduler
 from mimo_tokenizer_server.service import TokenizerServicer
+from mimo_tokenizer_server.work import Answer, Cost, DecodeVqWork, DecodeWork, EncodeWork, Kind, Work
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AudioTokenizer"]
 
@@ -50,47 +47,113 @@ FAKE_INFO = EngineInfo(
     device_name="none",
     memory_total=0,
     dtype="float32",
+    batch_invariant=False,
+    max_batch_frames=2048,
+    memory=Division(limit=10_000_000, weights=1_000_000, fixed=1_000_000, activations=4_000_000, state=4_000_000),
 )
 
 
 class FakeEngine:
     """Arithmetic instead of a model; keeps what reaches it.
 
-    Codes are the number of samples taken so far, modulo 128; features and samples are the codes of the first row.
+    Codes are the samples of their segment, modulo 128; features and samples are the codes of the first row. A frame
+    takes 10 microseconds and 100 bytes by its estimate, and nothing in truth; what has more frames than a batch is
+    computed in steps.
 
     Attributes:
-        seen: every work, in the order of its arrival.
-        hook: called with each work before it is answered; raises, or waits.
+        batches: the works of each batch.
+        steps: the work of each step.
+        hook: called with each work before it is answered, and before each step; raises, or waits.
+        computations: of long works, in the order of their beginning.
+        step_frames: of a step.
     """
 
-    def __init__(self) -> None:
-        self.info = FAKE_INFO
-        self.seen: list[Work] = []
+    def __init__(self, **changes: Any) -> None:
+        self.info = dataclasses.replace(FAKE_INFO, **changes)
+        self.batches: list[list[Work]] = []
+        self.steps: list[Work] = []
         self.hook: Callable[[Work], None] = lambda work: None
+        self.computations: list[FakeComputation] = []
+        self.step_frames = 100
+
+    @property
+    def seen(self) -> list[Work]:
+        """Every work of the batches, in the order of its arrival."""
+        return [work for batch in self.batches for work in batch]
 
     def memory_allocated(self) -> int:
         return 0
 
+    def trim(self) -> None:
+        """Nothing is kept."""
+
+    def cost(self, work: Work) -> Cost:
+        if isinstance(work, EncodeWork):
+            kind, frames = Kind.ENCODE, self.info.config.code_frames(work.segment.frames)
+        else:
+            kind = Kind.DECODE if isinstance(work, DecodeWork) else Kind.DECODE_VQ
+            frames = work.codes.shape[1]
+        stepwise = kind is not Kind.DECODE_VQ and frames > self.info.max_batch_frames
+        return Cost(kind, frames, frames * 1e-5, frames * 100, stepwise)
+
+    def too_large(self, work: Work) -> RequestError:
+        return RequestError(Reason.OUT_OF_MEMORY, "the fake device has too little memory", value="too large")
+
     def run(self, batch: Sequence[Work]) -> list[Answer]:
+        self.batches.append(list(batch))
+        for work in batch:
+            self.hook(work)
         return [self._run_one(work) for work in batch]
 
+    def begin(self, work: Work) -> FakeComputation:
+        self.computations.append(FakeComputation(self, work))
+        return self.computations[-1]
+
     def _run_one(self, work: Work) -> Answer:
-        self.seen.append(work)
-        self.hook(work)
-        if isinstance(work, EncodePiece):
-            recording: Any = work.recording
-            recording.state = (recording.state or 0) + len(work.pcm)
-            if not work.last:
-                return np.empty((recording.num_quantizers, 0), np.uint16)
-            samples = -(-recording.state * self.info.config.sampling_rate // recording.sample_rate)
-            frames = self.info.config.audio_code_frames(samples)
-            frames += -frames % recording.group_size
-            return np.full((recording.num_quantizers, frames), recording.state % 128, np.uint16)
+        if isinstance(work, EncodeWork):
+            frames = self.info.config.code_frames(work.segment.frames)
+            return np.full((work.num_quantizers, frames), len(work.segment.pcm) % 128, np.uint16)
         if isinstance(work, DecodeVqWork):
             return np.repeat(work.codes[0].astype(np.float32)[:, None], self.info.config.d_model, axis=1)
         samples = np.repeat(work.codes[0], self.info.config.samples_per_frame)
         samples = samples[work.left_context_frames * self.info.config.samples_per_frame :]
         return samples.astype(np.int16) if work.int16 else samples.astype(np.float32) / 1024
+
+
+class FakeComputation:
+    """A long work on its way, `step_frames` at a time.
+
+    Attributes:
+        work: that is computed.
+        closed: whether its memory is given back.
+    """
+
+    def __init__(self, engine: FakeEngine, work: Work) -> None:
+        self.work = work
+        self.closed = False
+        self._engine = engine
+        self._frames = engine.cost(work).frames
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0, self._frames) * 1e-5
+
+    def step(self) -> Answer | None:
+        assert not self.closed
+        self._engine.steps.append(self.work)
+        try:
+            self._engine.hook(self.work)
+        except BaseException:
+            self.closed = True
+            raise
+        self._frames -= self._engine.step_frames
+        if self._frames > 0:
+            return None
+        self.closed = True
+        return self._engine._run_one(self.work)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Gate:
@@ -143,8 +206,11 @@ class SyncServicer:
         self._loop = loop
         for method in SERVICE.methods:
             implementation = getattr(servicer, method.name)
-            adapt = self._streaming if method.server_streaming else self._unary
-            setattr(self, method.name, adapt(implementation, method.client_streaming))
+            if method.server_streaming:
+                adapted = self._streaming(implementation, method.client_streaming)
+            else:
+                adapted = self._unary(implementation, GetMessageClass(method.output_type))
+            setattr(self, method.name, adapted)
 
     def _start(self, coroutine: Coroutine[Any, Any, Any], context: grpc.ServicerContext) -> Any:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -155,11 +221,9 @@ class SyncServicer:
         context.add_callback(cancel)
         return future
 
-    def _unary(self, implementation: Callable[..., Awaitable[Any]], client_streaming: bool) -> Callable[..., Any]:
-        assert not client_streaming
-
+    def _unary(self, implementation: Callable[..., Awaitable[bytes]], kind: Any) -> Callable[..., Any]:
         async def call(request: Any, context: grpc.ServicerContext) -> Any:
-            return await implementation(request, _AioContext(context))
+            return kind.FromString(await implementation(request, _AioContext(context), request.ByteSize()))
 
         def method(request: Any, context: grpc.ServicerContext) -> Any:
             try:
@@ -291,6 +355,18 @@ class Rig:
         """Code frames that are admitted now."""
         return int(self.on_loop(lambda: self.scheduler._frames))
 
+    def waiting(self) -> int:
+        """Pieces of work in the queue, and long ones that have been begun."""
+        return waiting(self.scheduler)
+
+
+def waiting(scheduler: Scheduler) -> int:
+    """Pieces of work in a scheduler's queue, and long ones that have been begun."""
+    work_queue = scheduler._queue
+    assert work_queue is not None
+    with scheduler._wake:
+        return sum(map(len, work_queue._calls.values())) + len(work_queue._long)
+
 
 def _over_the_wire(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
@@ -377,9 +453,17 @@ def tiny_rig(make_rig: Callable[..., Rig], tiny_engine: Engine) -> Rig:
 
 
 @pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Segments of a second, 100 mel frames, in place of a minute."""
+    for module in ("model.config", "model.frontend", "service"):
+        monkeypatch.setattr(f"mimo_tokenizer_server.{module}.SEGMENT_MEL_FRAMES", 100)
+    return 100
+
+
+@pytest.fixture
 def fakes() -> SimpleNamespace:
-    """FakeEngine, Gate and the info that a fake engine has."""
-    return SimpleNamespace(Engine=FakeEngine, Gate=Gate, info=FAKE_INFO)
+    """FakeEngine, Gate, the info that a fake engine has, and how many jobs a scheduler holds."""
+    return SimpleNamespace(Engine=FakeEngine, Gate=Gate, info=FAKE_INFO, waiting=waiting)
 
 
 @pytest.fixture
@@ -452,15 +536,22 @@ class Build:
         return np.frombuffer(codes.data, "<u2").reshape(codes.num_quantizers, codes.frames)
 
     @staticmethod
-    def recording(sample_rate: int = 24000, num_quantizers: int = 20, group_size: int = 1) -> Recording:
-        """A recording on its way to codes."""
-        return Recording(sample_rate, num_quantizers, group_size)
+    def segments(pcm: npt.NDArray[Any], sample_rate: int = 24000) -> list[Segment]:
+        """The segments of a recording (samples, channels)."""
+        cutter = SegmentCutter(sample_rate, FAKE_INFO.config)
+        return [*cutter.push(pcm), *cutter.finish()]
+
+    @classmethod
+    def encode_work(cls, pcm: npt.NDArray[Any], sample_rate: int = 24000, num_quantizers: int = 20) -> EncodeWork:
+        """A recording of one segment."""
+        (segment,) = cls.segments(pcm, sample_rate)
+        return EncodeWork(segment, num_quantizers)
 
     @classmethod
     def decode_work(cls, **fields: Any) -> DecodeWork:
-        """Work of four frames; `value` marks it."""
-        value = fields.pop("value", 5)
-        return DecodeWork(cls.code_array(value=value), fields.pop("left_context_frames", 0), fields.pop("int16", False))
+        """Work of four frames unless told otherwise; `value` marks it."""
+        array = cls.code_array(fields.pop("frames", 4), value=fields.pop("value", 5))
+        return DecodeWork(array, fields.pop("left_context_frames", 0), fields.pop("int16", False))
 
     @classmethod
     def good(cls, method: str, **fields: Any) -> Any:

@@ -75,11 +75,11 @@ def _check_detail(detail: pb.ErrorDetail, bad: Bad, item: int | None, path: str)
     assert detail.request_id
 
 
-def _check_failure(outcome: Any, bad: Bad, item: int | None, path: str) -> None:
+def _check_failure(outcome: Any, bad: Bad, item: int | None, path: str, responses: int = 0) -> None:
     assert outcome.code is CODES[bad.reason]
     assert bad.sentence in outcome.details
     assert "\n" not in outcome.details
-    assert not outcome.responses
+    assert len(outcome.responses) == responses
     _check_detail(outcome.detail, bad, item, path)
 
 
@@ -260,7 +260,7 @@ def _path(method: str, bad: Bad, item: int) -> str:
 
 
 def _check_next(rig: Any, build: Any, method: str) -> None:
-    rig.engine.seen.clear()
+    rig.engine.batches.clear()
     outcome = rig.call(method, build.good(method))
     assert outcome.code is grpc.StatusCode.OK, outcome.details
     assert outcome.responses
@@ -530,8 +530,8 @@ STREAMS = [
         "pcm", "9603 bytes in all", "a multiple of 4 (channels * bytes a sample)",
     ),
     _stream(
-        "half a stereo sample at the end, after a piece for the engine", [bytes(8 * 24000), bytes(9604)],
-        "pcm is 201604 bytes in all", "pcm", "201604 bytes in all", "a multiple of 8 (channels * bytes a sample)",
+        "half a stereo sample at the end, after a segment for the engine", [bytes(8 * 48000), bytes(9604)],
+        "pcm is 393604 bytes in all", "pcm", "393604 bytes in all", "a multiple of 8 (channels * bytes a sample)",
         channels=2, reached=1,
     ),
     _stream(
@@ -543,8 +543,8 @@ STREAMS = [
         "pcm is -inf at sample 10005, channel 0", "pcm", "-inf at sample 10005, channel 0", FINITE,
     ),
     _stream(
-        "NaN after two pieces for the engine, across messages", [bytes(4 * 47_000 + 1), b"\0\0\0" + bytes(4 * 2000),
-        _sound_with(np.nan, 7)], "pcm is nan at sample 49008, channel 0", "pcm", "nan at sample 49008, channel 0",
+        "NaN after two segments for the engine, across messages", [bytes(4 * 71_000 + 1), b"\0\0\0" + bytes(4 * 2000),
+        _sound_with(np.nan, 7)], "pcm is nan at sample 73008, channel 0", "pcm", "nan at sample 73008, channel 0",
         FINITE, reached=2,
     ),
     _stream(
@@ -552,7 +552,7 @@ STREAMS = [
         "at most 10 seconds", reason=TOO_LARGE, limit=10.0,
     ),
     _stream(
-        "too long with its second message", [bytes(4 * 30_000), bytes(4 * 210_001)],
+        "too long with its second message", [bytes(4 * 60_000), bytes(4 * 180_001)],
         "pcm is 10.00004167 seconds; the limit is 10 seconds", "pcm", "10.00004167", "at most 10 seconds",
         reason=TOO_LARGE, limit=10.0, reached=1,
     ),
@@ -560,13 +560,12 @@ STREAMS = [
 
 
 @pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in STREAMS])
-def test_a_bad_stream_is_refused(rig: Any, build: Any, bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Short pieces, so that some reach the engine before a bad one comes.
-    monkeypatch.setattr("mimo_tokenizer_server.service._PIECE_SECONDS", 1)
+def test_a_bad_stream_is_refused(rig: Any, build: Any, bad: Bad, short_segments: int) -> None:
     outcome = rig.call("EncodeStream", bad.make(build))
-    _check_failure(outcome, bad, None, bad.path)
+    # What was complete before the bad part is answered.
+    _check_failure(outcome, bad, None, bad.path, responses=bad.reached)
     assert len(rig.engine.seen) == bad.reached
-    assert not any(np.isnan(work.pcm).any() for work in rig.engine.seen)
+    assert not any(np.isnan(work.segment.pcm).any() for work in rig.engine.seen)
     _check_next(rig, build, "EncodeStream")
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from mimo_tokenizer_server.model import checkpoint
 from mimo_tokenizer_server.model.config import TokenizerConfig
+from mimo_tokenizer_server.model.packing import Spans
 from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
 
 CPU = torch.device("cpu")
@@ -65,6 +66,27 @@ def tiny_tokenizer(dtype: torch.dtype = torch.float32, seed: int = 0, **changes:
     tokenizer = MiMoAudioTokenizer(tiny_config(**changes), CPU, dtype)
     checkpoint.fill_random(tokenizer, seed, lambda: None)
     return tokenizer
+
+
+def random_codes(config: TokenizerConfig, frames: int, seed: int = 0) -> Tensor:
+    """Codes of all codebooks: int64 (num_quantizers, frames)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randint(size, (frames,), generator=generator) for size in config.codebook_sizes])
+
+
+def random_mel(config: TokenizerConfig, frames: int, seed: int = 0) -> Tensor:
+    """Something of a log mel spectrogram's size: (frames, n_mels)."""
+    return 2 * torch.randn(frames, config.n_mels, generator=torch.Generator().manual_seed(seed)) - 4
+
+
+def encode_alone(tokenizer: MiMoAudioTokenizer, mel: Tensor, rows: int | None = None) -> Tensor:
+    """Codes of one segment."""
+    return tokenizer.encode(mel, Spans([len(mel)]), rows or tokenizer.config.num_quantizers)
+
+
+def decode_alone(tokenizer: MiMoAudioTokenizer, codes: Tensor) -> Tensor:
+    """Waveform of one item."""
+    return tokenizer.decode(codes, Spans([codes.shape[1]]))
 
 
 def published_shapes(config: TokenizerConfig) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from model_helpers import CPU, Watch
 from torch import Tensor
 
 from mimo_tokenizer_server.model import attention, transformer
-from mimo_tokenizer_server.model.attention import AttentionPlan, rope_table, rotate
+from mimo_tokenizer_server.model.attention import AttentionPlan, Reach, attend_piece, rope_table, rotate
+from mimo_tokenizer_server.model.packing import Spans
 from mimo_tokenizer_server.model.transformer import Transformer
 
 _HEADS, _HEAD_DIM = 2, 8
@@ -39,9 +42,15 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], causal: boo
     return torch.einsum("hqk,khd->qhd", weights, v.double())
 
 
+def _plan(
+    lengths: list[int], window: tuple[int, int], causal: bool, dtype: torch.dtype = torch.float32, **options: bool
+) -> AttentionPlan:
+    return AttentionPlan(Spans(lengths), window, causal, _HEAD_DIM, CPU, dtype, **options)
+
+
 def _check(length: int, window: tuple[int, int], causal: bool) -> None:
     q, k, v = _random_qkv(length, seed=length)
-    got = AttentionPlan(length, window, causal, CPU).attend(q, k, v)
+    got = _plan([length], window, causal).attend(q, k, v)
     assert got.shape == q.shape
     torch.testing.assert_close(got.double(), _dense(q, k, v, window, causal), rtol=1e-5, atol=1e-5)
 
@@ -76,10 +85,91 @@ def test_windows_about_as_long_as_the_sequence(length: int, past: int, causal: b
             _check(length, window, causal)
 
 
+_LENGTHS = st.lists(st.integers(1, 90) | st.integers(500, 700), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=_LENGTHS, window=st.tuples(_BOUND, _BOUND), causal=st.booleans(), one_by_one=st.booleans())
+def test_packed_items_see_themselves_alone(
+    lengths: list[int], window: tuple[int, int], causal: bool, one_by_one: bool
+) -> None:
+    q, k, v = _random_qkv(sum(lengths), seed=len(lengths))
+    got = _plan(lengths, window, causal, one_by_one=one_by_one).attend(q, k, v).split(lengths)
+    items = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    for part, item in zip(got, items, strict=True):
+        torch.testing.assert_close(part.double(), _dense(*item, window, causal), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (4, 1), (0, 0), (100, 20), (300, 20), (-1, 5)])
+def test_what_other_items_hold_changes_no_bit(window: tuple[int, int]) -> None:
+    lengths = [40, 40, 1, 700, 40]
+    q, k, v = _random_qkv(sum(lengths), seed=0)
+    plan = _plan(lengths, window, False)
+    before = plan.attend(q, k, v).split(lengths)
+    for x in (q, k, v):
+        for item in (0, 2, 4):
+            x.split(lengths)[item].mul_(1e6)
+    after = plan.attend(q, k, v).split(lengths)
+    assert torch.equal(after[1], before[1])
+    assert torch.equal(after[3], before[3])
+    assert not torch.equal(after[0], before[0])
+
+
+def test_items_of_one_length_are_one_call() -> None:
+    q, k, v = _random_qkv(100, seed=0)
+    with Watch() as watch:
+        _plan([20, 20, 20, 30, 10], (-1, -1), True).attend(q, k, v)
+    assert sum(count for name, count in watch.calls.items() if "scaled_dot" in name) == 3
+    with Watch() as watch:
+        _plan([20, 20, 20, 30, 10], (4, 1), False).attend(q, k, v)
+    assert sum(count for name, count in watch.calls.items() if "scaled_dot" in name) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    length=st.integers(1, 140) | st.integers(500, 700),
+    window=st.tuples(_BOUND, _BOUND),
+    causal=st.booleans(),
+    data=st.data(),
+)
+def test_a_piece_is_those_rows_of_the_whole(
+    length: int, window: tuple[int, int], causal: bool, data: st.DataObject
+) -> None:
+    """And reads no key that it does not see: they hold no numbers."""
+    start = data.draw(st.integers(0, length - 1))
+    stop = data.draw(st.integers(start + 1, length))
+    reach = Reach(length, window, causal)
+    q, k, v = _random_qkv(length, seed=length)
+    expected = _dense(q, k, v, window, causal)[start:stop]
+    low, high = reach.keys(start, stop)
+    for x in (k, v):
+        x[:low] = torch.nan
+        x[high:] = torch.nan
+    got = attend_piece(q[start:stop], k, v, start, reach)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(length=st.integers(1, 60), window=st.tuples(st.integers(-1, 70), st.integers(-1, 70)), causal=st.booleans())
+def test_what_is_seen_is_counted(length: int, window: tuple[int, int], causal: bool) -> None:
+    row = torch.arange(length)
+    offset = row - row[:, None]
+    seen = torch.ones(length, length, dtype=torch.bool)
+    if window[0] >= 0:
+        seen &= offset >= -window[0]
+    if causal or window[1] >= 0:
+        seen &= offset <= (0 if causal else window[1])
+    reach = Reach(length, window, causal)
+    for start in range(0, length, 7):
+        for stop in range(start + 1, length + 1, 5):
+            assert reach.seen(start, stop) == seen[start:stop].sum()
+            columns = seen[start:stop].any(0).nonzero()
+            assert reach.keys(start, stop) == (columns.min(), columns.max() + 1)
+
+
 @pytest.mark.parametrize("window", [(40, 10), (300, 20), (-1, 5), (-1, -1)])
 def test_bfloat16_is_finite_and_near(window: tuple[int, int]) -> None:
     q, k, v = _random_qkv(700, seed=1, dtype=torch.bfloat16)
-    got = AttentionPlan(700, window, False, CPU).attend(q, k, v)
+    got = _plan([700], window, False, torch.bfloat16).attend(q, k, v)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), _dense(q, k, v, window, False), rtol=0.03, atol=0.03)
 
@@ -90,7 +180,7 @@ def test_what_is_out_of_sight_does_not_matter(window: tuple[int, int]) -> None:
     length, right = 1300, window[1]
     if right < 0:
         right = 0
-    plan = AttentionPlan(length, window, causal=right == 0, device=CPU)
+    plan = _plan([length], window, right == 0)
     q, k, v = _random_qkv(length, seed=2)
     before = plan.attend(q, k, v)
     k[900:] = 1e6
@@ -117,7 +207,7 @@ def test_nothing_of_length_by_length(window: tuple[int, int], causal: bool, elem
     length = 20_000
     q, k, v = (x[:, :1] for x in _random_qkv(length, seed=3))
     with Watch() as watch:
-        AttentionPlan(length, window, causal, CPU).attend(q, k, v)
+        _plan([length], window, causal).attend(q, k, v)
     assert watch.calls
     allowed = max(length * _HEADS * _HEAD_DIM * 3, length * 256 * elements_per_row)
     assert watch.largest <= allowed, watch.largest_from
@@ -128,7 +218,7 @@ def test_a_window_open_to_one_side_takes_one_block_of_rows() -> None:
     length = 8_000
     q, k, v = (x[:, :1] for x in _random_qkv(length, seed=4))
     with Watch() as watch:
-        AttentionPlan(length, (-1, 10), False, CPU).attend(q, k, v)
+        _plan([length], (-1, 10), False).attend(q, k, v)
     assert watch.largest <= 512 * length, watch.largest_from
 
 
@@ -144,13 +234,13 @@ def test_one_plan_serves_all_layers(window: tuple[int, int], monkeypatch: pytest
     made: list[AttentionPlan] = []
 
     class Counted(AttentionPlan):
-        def __init__(self, length: int, window: tuple[int, int], causal: bool, device: torch.device) -> None:
-            super().__init__(length, window, causal, device)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             made.append(self)
 
     monkeypatch.setattr(transformer, "AttentionPlan", Counted)
     stack = _transformer(6, window)
-    stack.run_layers(torch.randn(700, 16))
+    stack.run_layers(torch.randn(700, 16), Spans([700]))
     assert len(made) == 1
 
 
@@ -158,7 +248,7 @@ def test_the_mask_of_a_small_window_is_not_made_again_in_each_layer() -> None:
     calls = []
     for depth in (1, 6):
         with Watch() as watch:
-            _transformer(depth, (4, 1)).run_layers(torch.randn(700, 16))
+            _transformer(depth, (4, 1)).run_layers(torch.randn(700, 16), Spans([700]))
         calls.append({name: watch.calls[name] for name in ("arange", "ge", "le", "bitwise_and", "cos", "sin")})
     assert calls[0]["ge"] > 0
     assert calls[0] == calls[1]
@@ -166,17 +256,17 @@ def test_the_mask_of_a_small_window_is_not_made_again_in_each_layer() -> None:
 
 def test_the_constants_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = _random_qkv(900, seed=5)
-    band = AttentionPlan(900, (100, 50), False, CPU).attend(q, k, v)
+    band = _plan([900], (100, 50), False).attend(q, k, v)
     monkeypatch.setattr(attention, "_WIDEST_BAND", 0)
-    rows = AttentionPlan(900, (100, 50), False, CPU).attend(q, k, v)
+    rows = _plan([900], (100, 50), False).attend(q, k, v)
     monkeypatch.setattr(attention, "_ROWS", 37)
-    shorter_rows = AttentionPlan(900, (100, 50), False, CPU).attend(q, k, v)
+    shorter_rows = _plan([900], (100, 50), False).attend(q, k, v)
     torch.testing.assert_close(band, rows, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(shorter_rows, rows, rtol=1e-5, atol=1e-5)
 
 
 def test_rope_table() -> None:
-    table = rope_table(50, 6, 500.0, CPU, torch.float32)
+    table = rope_table(torch.arange(50), 6, 500.0, torch.float32)
     assert table.shape == (2, 50, 1, 6)
     for pair in range(3):
         angle = torch.arange(50).double() * 500.0 ** (-2 * pair / 6)
@@ -186,13 +276,13 @@ def test_rope_table() -> None:
 
 
 def test_rope_table_is_rounded_at_the_end() -> None:
-    full = rope_table(3000, 64, 10000.0, CPU, torch.float32)
-    assert torch.equal(rope_table(3000, 64, 10000.0, CPU, torch.bfloat16), full.to(torch.bfloat16))
+    full = rope_table(torch.arange(3000), 64, 10000.0, torch.float32)
+    assert torch.equal(rope_table(torch.arange(3000), 64, 10000.0, torch.bfloat16), full.to(torch.bfloat16))
 
 
 def test_rotation_turns_pairs_half_a_head_apart() -> None:
     x = torch.randn(40, 2, 6, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, rope_table(40, 6, 500.0, CPU, torch.float32))
+    turned = rotate(x, rope_table(torch.arange(40), 6, 500.0, torch.float32))
     angle = torch.arange(40).double()[:, None] * 500.0 ** (-2 * torch.arange(3).double() / 6)
     expected = torch.complex(x[..., :3].double(), x[..., 3:].double()) * torch.exp(1j * angle)[:, None]
     torch.testing.assert_close(turned.double(), torch.cat((expected.real, expected.imag), -1), rtol=0, atol=3e-5)
@@ -200,7 +290,7 @@ def test_rotation_turns_pairs_half_a_head_apart() -> None:
 
 def test_rotation_keeps_length_and_leaves_the_first_position() -> None:
     x = torch.randn(100, 3, 16)
-    turned = rotate(x, rope_table(100, 16, 10000.0, CPU, torch.float32))
+    turned = rotate(x, rope_table(torch.arange(100), 16, 10000.0, torch.float32))
     assert torch.equal(turned[0], x[0])
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
 
@@ -210,7 +300,7 @@ def test_rotation_keeps_length_and_leaves_the_first_position() -> None:
 def test_scores_depend_on_the_distance_alone(query: int, key: int, shift: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 16, generator=generator, dtype=torch.float64)
-    table = rope_table(251, 16, 10000.0, CPU, torch.float64)
+    table = rope_table(torch.arange(251), 16, 10000.0, torch.float64)
 
     def score(at: int, of: int) -> float:
         turned_q = rotate(q.expand(251, 1, 16), table)[at, 0]
@@ -224,7 +314,9 @@ def test_order_matters_to_a_transformer() -> None:
     """Without positions, attention would treat a sequence as a set."""
     stack = _transformer(2, (-1, -1))
     x = torch.randn(30, 16)
-    assert not torch.allclose(stack.run_layers(x.flip(0)).flip(0), stack.run_layers(x), atol=1e-3)
+    assert not torch.allclose(
+        stack.run_layers(x.flip(0), Spans([30])).flip(0), stack.run_layers(x, Spans([30])), atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("skip", [1, 2, 3])
@@ -234,7 +326,7 @@ def test_skip_adds_that_layer_s_output(skip: int) -> None:
     outputs: list[Tensor] = []
     for layer in stack.layers:
         layer.register_forward_hook(lambda module, args, out: outputs.append(out))
-    got = stack.run_layers(x, skip_from=skip)
+    got = stack.run_layers(x, Spans([20]), skip_from=skip)
     torch.testing.assert_close(got, stack.layer_norm(outputs[2] + outputs[skip - 1]))
 
 
@@ -243,5 +335,5 @@ def test_float16_stays_within_its_range() -> None:
     stack = _transformer(2, (-1, -1))
     stack.layers[0].fc2.bias.data.fill_(60_000)
     stack.layers[1].fc2.bias.data.fill_(60_000)
-    out = stack.half().run_layers(torch.randn(10, 16).half())
+    out = stack.half().run_layers(torch.randn(10, 16).half(), Spans([10]))
     assert out.isfinite().all()

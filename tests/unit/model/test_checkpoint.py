@@ -29,7 +29,8 @@ from torch import Tensor
 from mimo_tokenizer_server.model import checkpoint
 from mimo_tokenizer_server.model.checkpoint import CheckpointError, locate
 from mimo_tokenizer_server.model.config import TokenizerConfig
-from mimo_tokenizer_server.model.tokenizer import EncodeState, MiMoAudioTokenizer
+from mimo_tokenizer_server.model.packing import Spans
+from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
 
 _Q_PROJ = "encoder.layers.1.self_attn.q_proj.weight"
 _EMBED = "encoder.quantizer.vq.layers.2._codebook.embed"
@@ -42,10 +43,9 @@ def _same_weights(one: MiMoAudioTokenizer, other: MiMoAudioTokenizer) -> bool:
 
 
 def _answers(tokenizer: MiMoAudioTokenizer) -> tuple[Tensor, Tensor]:
-    state = EncodeState(tokenizer, tokenizer.config.sampling_rate, tokenizer.config.num_quantizers)
-    sound = torch.randn(24_000, generator=torch.Generator().manual_seed(0)) * 0.3
-    codes = torch.cat((state.push(sound), state.finish()), dim=1)
-    return codes, tokenizer.decode(codes)
+    mel = torch.randn((1000, tokenizer.config.n_mels), generator=torch.Generator().manual_seed(0))
+    codes = tokenizer.encode(mel, Spans([1000]), tokenizer.config.num_quantizers)
+    return codes, tokenizer.decode(codes, Spans([codes.shape[1]]))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from model_helpers import tiny_tokenizer
 from torch import Tensor
 
+from mimo_tokenizer_server.model.packing import Spans
 from mimo_tokenizer_server.model.quantizer import ResidualVectorQuantizer
 
 
@@ -94,5 +95,36 @@ def test_float32_whatever_the_model_is(dtype: torch.dtype) -> None:
     tokenizer = tiny_tokenizer(dtype)
     codes = torch.stack([torch.arange(16) % size for size in tokenizer.config.codebook_sizes])
     assert all(book.dtype == torch.float32 for book in tokenizer.encoder.quantizer.codebooks)
-    assert torch.equal(tokenizer.decode_vq(codes), tiny_tokenizer().decode_vq(codes))
-    assert tokenizer.decode_vq(codes).dtype == torch.float32
+    spans = Spans([16])
+    assert torch.equal(tokenizer.decode_vq(codes, spans), tiny_tokenizer().decode_vq(codes, spans))
+    assert tokenizer.decode_vq(codes, spans).dtype == torch.float32
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    items=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=5), seed=st.integers(0, 1000)
+)
+def test_items_that_use_fewer_codebooks(items: list[tuple[int, int]], seed: int) -> None:
+    """Bit for bit what the item's own rows give alone, whatever stands in the rest of them and beside it."""
+    quantizer = _quantizer((30, 20, 10, 10), 6, seed)
+    for book in quantizer.codebooks:
+        book.data[0] = -0.0  # adding a zero to it would change its sign
+        book.data[1:].mul_(torch.rand(6, generator=torch.Generator().manual_seed(seed)).round())
+    spans, books = Spans([frames for frames, _ in items]), [rows for _, rows in items]
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.stack([torch.randint(size, (spans.total,), generator=generator) for size in quantizer.sizes])
+    codes = codes[: max(books)] * torch.randint(2, codes[: max(books)].shape, generator=generator)
+    together = spans.split(quantizer.decode(codes, spans, books))
+    for got, start, frames, rows in zip(together, spans.starts, spans.lengths, books, strict=True):
+        alone = quantizer.decode(codes[:rows, start : start + frames])
+        assert torch.equal(got, alone)
+        assert torch.equal(got.signbit(), alone.signbit())
+
+
+def test_tiles_give_the_same_codes() -> None:
+    quantizer = _quantizer((30, 20, 10), 6)
+    x = _features(50, 6, 1)
+    codes = quantizer.encode(x, 3)
+    for rows in (1, 7, 50, 64):
+        quantizer.tile_rows = rows
+        assert torch.equal(quantizer.encode(x, 3), codes)

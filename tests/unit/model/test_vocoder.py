@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_helpers import decode_alone, tiny_tokenizer
 from torch import Tensor
 
 from mimo_tokenizer_server.model.decoder import UpsampleConv
+from mimo_tokenizer_server.model.packing import Spans
 from mimo_tokenizer_server.model.vocoder import ISTFTHead
 
 
@@ -37,7 +40,7 @@ _SHAPES = [(960, 240), (96, 24), (64, 32), (100, 10), (64, 6)]
 def test_same_padding_is_overlap_and_add(n_fft: int, hop: int, frames: int) -> None:
     head = _head(n_fft, hop, "same")
     x = torch.randn(frames, 8)
-    got = head(x)
+    got = head(x, Spans([len(x)]))
     pieces = np.fft.irfft(_spectrum(head, x).numpy(), n_fft, axis=0)
     window = np.asarray(torch.hann_window(n_fft, dtype=torch.float64))
     total, covered = np.zeros((frames - 1) * hop + n_fft), np.zeros((frames - 1) * hop + n_fft)
@@ -56,7 +59,7 @@ def test_same_padding_is_overlap_and_add(n_fft: int, hop: int, frames: int) -> N
 def test_center_padding_is_pytorch_s(n_fft: int, hop: int, frames: int) -> None:
     head = _head(n_fft, hop, "center")
     x = torch.randn(frames, 8)
-    got = head(x)
+    got = head(x, Spans([len(x)]))
     window = torch.hann_window(n_fft, dtype=torch.float64)
     expected = torch.istft(_spectrum(head, x), n_fft, hop, n_fft, window, center=True)
     assert got.shape == ((frames - 1) * hop,)
@@ -66,9 +69,9 @@ def test_center_padding_is_pytorch_s(n_fft: int, hop: int, frames: int) -> None:
 def test_a_stored_window_is_what_is_used() -> None:
     head = _head(64, 16, "same")
     x = torch.randn(12, 8)
-    hann = head(x)
+    hann = head(x, Spans([len(x)]))
     head.window.data = torch.hamming_window(64)
-    assert not torch.allclose(head(x), hann, atol=1e-3)
+    assert not torch.allclose(head(x, Spans([len(x)])), hann, atol=1e-3)
 
 
 def test_wild_magnitudes_are_clipped() -> None:
@@ -77,9 +80,9 @@ def test_wild_magnitudes_are_clipped() -> None:
     head.out.bias.zero_()
     x = torch.zeros(20, 8)
     head.out.bias[3] = math.log(100)
-    loudest = head(x)
+    loudest = head(x, Spans([len(x)]))
     head.out.bias[3] = 1e4
-    assert torch.equal(head(x), loudest)
+    assert torch.equal(head(x, Spans([len(x)])), loudest)
 
 
 def test_no_part_of_the_head_is_below_float32() -> None:
@@ -88,10 +91,10 @@ def test_no_part_of_the_head_is_below_float32() -> None:
     x = torch.randn(12, 8)
     head.out.to(torch.bfloat16)
     rounded = head.out(x.bfloat16()).float()
-    got = head(x.bfloat16())
+    got = head(x.bfloat16(), Spans([12]))
     head.out = torch.nn.Identity()  # type: ignore[assignment]
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, head(rounded))
+    torch.testing.assert_close(got, head(rounded, Spans([12])))
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (3, 2), (5, 3), (3, 1), (1, 1), (4, 2)])
@@ -102,7 +105,8 @@ def test_upsampling_normalizes_before_it_cuts(kernel: int, stride: int, length: 
     up.norm.weight.normal_()
     up.norm.bias.normal_()
     x = torch.randn(length, 6)
-    got = up(x)
+    got, spans = up(x, Spans([length]))
+    assert spans.lengths == (length * stride,)
     # A transposed convolution in so many words.
     whole = torch.zeros((length - 1) * stride + kernel, 4, dtype=torch.float64)
     for step in range(length):
@@ -118,13 +122,76 @@ def test_upsampling_normalizes_before_it_cuts(kernel: int, stride: int, length: 
         assert not torch.allclose((got.double() - up.norm.bias) / up.norm.weight, kept, atol=1e-3)
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    shape=st.sampled_from([(2, 2), (3, 2), (5, 3), (3, 1), (1, 1), (7, 2)]),
+    seed=st.integers(0, 1000),
+)
+def test_packed_items_are_normalized_each_by_itself(lengths: list[int], shape: tuple[int, int], seed: int) -> None:
+    torch.manual_seed(seed)
+    up = UpsampleConv(6, 4, *shape).requires_grad_(False)
+    up.norm.weight.normal_()
+    spans = Spans(lengths)
+    # Each item at a volume of its own, so that a common mean or variance shows.
+    items = [torch.randn(length, 6) * 10 ** torch.randn(1) + torch.randn(1) for length in lengths]
+    got, out = up(torch.cat(items), spans)
+    assert out.lengths == tuple(length * shape[1] for length in lengths)
+    for x, part in zip(items, out.split(got), strict=True):
+        torch.testing.assert_close(part, up(x, Spans([len(x)]))[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_mean_costs_no_precision() -> None:
+    """The squares are taken about the mean; the difference of two large sums would be lost in rounding."""
+    torch.manual_seed(0)
+    up = UpsampleConv(6, 40, 3, 2).requires_grad_(False)
+    x = torch.randn(300, 6)
+    expected, _ = up.double()(x.double(), Spans([300]))
+    up.float()
+    up.conv.bias.add_(300)
+    shifted, _ = up(x, Spans([300]))
+    torch.testing.assert_close(shifted.double(), expected, rtol=0, atol=1e-3)
+
+
+def test_what_is_no_number_in_an_item_stays_there() -> None:
+    torch.manual_seed(0)
+    up = UpsampleConv(6, 4, 3, 2).requires_grad_(False)
+    head = _head(64, 16, "same", dim=4)
+    spans, x = Spans([5, 3, 9]), torch.randn(17, 6)
+    expected, out = up(x, spans)
+    x[5:8] = torch.nan
+    got, _ = up(x, spans)
+    samples = [length * 16 for length in out.lengths]
+    waves, expected_waves = head(got, out).split(samples), head(expected, out).split(samples)
+    for item in (0, 2):
+        assert torch.equal(out.split(got)[item], out.split(expected)[item])
+        assert torch.equal(waves[item], expected_waves[item])
+    assert out.split(got)[1].isnan().all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    shape=st.sampled_from([*_SHAPES, (130, 27)]),
+    padding=st.sampled_from(["same", "center"]),
+)
+def test_packed_items_have_their_own_edges(lengths: list[int], shape: tuple[int, int], padding: str) -> None:
+    if padding == "same" and sum(shape) % 2:
+        padding = "center"
+    head = _head(*shape, padding)
+    items = [torch.randn(length, 8, generator=torch.Generator().manual_seed(length)) for length in lengths]
+    got = head(torch.cat(items), Spans(lengths)).split([head.samples(length) for length in lengths])
+    for x, part in zip(items, got, strict=True):
+        torch.testing.assert_close(part, head(x, Spans([len(x)])), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("padding", ["same", "center"])
 @pytest.mark.parametrize("frames", [1, 2, 30])
 def test_waveform_length(padding: str, frames: int) -> None:
     tokenizer = tiny_tokenizer(vocoder_padding=padding)
     config = tokenizer.config
     codes = torch.zeros(3, frames, dtype=torch.int64)
-    waveform = tokenizer.decode(codes)
+    waveform = decode_alone(tokenizer, codes)
     assert waveform.shape == (frames * config.samples_per_frame - config.samples_cut,)
     assert waveform.isfinite().all()
 
@@ -133,6 +200,6 @@ def test_a_decoded_item_does_not_know_what_was_decoded_before() -> None:
     tokenizer = tiny_tokenizer()
     generator = torch.Generator().manual_seed(0)
     long, short = (torch.randint(16, (3, frames), generator=generator) for frames in (200, 7))
-    alone = tokenizer.decode(short)
-    tokenizer.decode(long)
-    assert torch.equal(tokenizer.decode(short), alone)
+    alone = decode_alone(tokenizer, short)
+    decode_alone(tokenizer, long)
+    assert torch.equal(decode_alone(tokenizer, short), alone)

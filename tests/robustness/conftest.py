@@ -1,0 +1,61 @@
+"""Servers and channels for the robustness tests; MIMO_ROBUSTNESS=full runs them at their full length."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# With pytest's importlib mode the tests' folders are no import roots.
+sys.path.insert(0, str(Path(__file__).parents[1] / "server" / "process"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import grpc
+import pytest
+from process_harness import ServerProcess
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers and waits until they serve; takes what `ServerProcess` takes.
+
+    When the test is over, each must still be there, end as it is told to and have had nothing to complain about, unless
+    the test has ended it.
+    """
+    started: list[ServerProcess] = []
+
+    def make(*flags: str, **options: Any) -> ServerProcess:
+        started.append(ServerProcess(*flags, **options))
+        return started[-1].ready()
+
+    ended = False
+    try:
+        yield make
+        for server in started:
+            if server.process.returncode is None:
+                assert server.process.poll() is None, f"a server died:\n{server.log}"
+                assert server.stop() == 0, server.log
+            assert server.complaints() == []
+        ended = True
+    finally:
+        for server in started:
+            # A test that failed may have left it at work for minutes.
+            if not ended:
+                server.process.kill()
+            server.clean_up()
+
+
+@pytest.fixture
+def channel() -> Iterator[Callable[[str], grpc.Channel]]:
+    """Opens gRPC channels, each with a connection of its own, without limits on messages; takes the address."""
+    opened: list[grpc.Channel] = []
+
+    def make(address: str) -> grpc.Channel:
+        limits = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        opened.append(grpc.insecure_channel(address, options=[*limits, ("grpc.use_local_subchannel_pool", 1)]))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
