@@ -79,8 +79,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--peak-seconds", type=float, default=10)
-    parser.add_argument("--frames", type=int, default=100, help="of each call; heavy for the server, light for clients")
-    parser.add_argument("--max-queued-frames", type=int, default=4000)
+    parser.add_argument("--frames", type=int, default=400, help="of each call; heavy for the server, light for clients")
+    parser.add_argument("--max-queued-frames", type=int, default=16_000)
     arguments = parser.parse_args()
     flags = ["--load-format", "dummy", "--model", arguments.config, "--device", arguments.device]
     flags += ["--max-queued-frames", str(arguments.max_queued_frames), "--log-level", "error"]

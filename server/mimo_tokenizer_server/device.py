@@ -88,6 +88,14 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def works(device: torch.device) -> bool:
+    """Whether the device still computes."""
+    try:
+        return bool(torch.ones(2, device=device).sum().item() == 2)
+    except RuntimeError:
+        return False
+
+
 def release_memory(device: torch.device) -> None:
     """Give back what PyTorch keeps for later allocations."""
     if device.type == "cuda":

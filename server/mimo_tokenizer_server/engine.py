@@ -380,7 +380,9 @@ class Engine:
             error.__traceback__ = None
             memory.release(self._device)
             return _Failure.OUT_OF_MEMORY
-        if isinstance(error, torch.AcceleratorError):
+        # After a failure that it does not recover from, a GPU refuses everything; what was refused first may have come
+        # from any library, under any name.
+        if not devices.works(self._device):
             raise DeviceFailure(f"{self.info.device} failed: {str(error).splitlines()[0]}") from error
         logger.error("the computation failed", exc_info=error)
         return _Failure.FAULT

@@ -186,8 +186,9 @@ class Server:
         await self._grpc.stop(_HANG_UP_SECONDS)
         idle = await self._scheduler.close(timeout=1.0)
         log(logging.INFO, "stopped", exit_status=self._exit_status)
-        if not idle:
-            # Nobody waits any more for what the device thread is at, and it cannot be told to leave off.
+        if not idle or self._exit_status == EXIT_DEVICE_FAILURE:
+            # Nobody waits any more for what the device thread is at, and it cannot be told to leave off; and what is
+            # left on a device that has failed cannot be cleared away, nor is there a need to try.
             logging.shutdown()
             os._exit(self._exit_status)
 

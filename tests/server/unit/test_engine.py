@@ -357,12 +357,39 @@ def test_the_rate_is_the_best_that_was_seen(tiny_engine: Engine, monkeypatch: py
             assert measured.rate == 1e18
 
 
-def test_a_device_error_is_a_device_failure(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might")
-    monkeypatch.setattr(MiMoAudioTokenizer, "decode", _raise(error))
+# What a GPU that has failed refuses first may come from PyTorch or from a library, and only the former has a class.
+_DEVICE_ERRORS = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`\nmore"),
+]
+
+
+@pytest.mark.parametrize("error", _DEVICE_ERRORS, ids=["PyTorch", "cuBLAS"])
+def test_an_error_of_a_lost_device_is_a_device_failure(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("mimo_tokenizer_server.device.works", lambda device: False)
+    for method in ("decode", "decode_steps"):
+        monkeypatch.setattr(MiMoAudioTokenizer, method, _raise(error))
     with pytest.raises(DeviceFailure) as failure:
-        tiny_engine.run([DecodeWork(_codes(), 0, int16=False)])
-    assert str(failure.value) == "cpu failed: CUDA error: an illegal memory access was encountered"
+        tiny_engine.run([_decode(6), _decode(7)])
+    assert str(failure.value) == f"cpu failed: {str(error).splitlines()[0]}"
+    with pytest.raises(DeviceFailure):
+        tiny_engine.begin(_decode(200)).step()
+
+
+@pytest.mark.parametrize("error", _DEVICE_ERRORS, ids=["PyTorch", "cuBLAS"])
+def test_an_error_that_the_device_survives_fails_the_item(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with monkeypatch.context() as patch:
+        for method in ("decode", "decode_steps"):
+            patch.setattr(MiMoAudioTokenizer, method, _raise(error))
+        answers = [*tiny_engine.run([_decode(6), _decode(7)]), tiny_engine.begin(_decode(200)).step()]
+    for answer in answers:
+        assert isinstance(answer, RequestError)
+        assert answer.reason is Reason.INTERNAL
+    assert len(_answer(tiny_engine, _decode(6))) == 6 * 960
 
 
 # ---------------------------------------------------------------- batches
@@ -531,13 +558,6 @@ def test_a_step_that_fails_answers_with_why(
     if reason is Reason.OUT_OF_MEMORY:
         assert answer.value == "200 frames"
     assert isinstance(_in_steps(tiny_engine.begin(work))[0], np.ndarray)
-
-
-def test_a_device_error_in_a_step_is_a_device_failure(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    monkeypatch.setattr(MiMoAudioTokenizer, "decode_steps", _raise(error))
-    with pytest.raises(DeviceFailure, match="illegal memory access"):
-        tiny_engine.begin(_decode(200)).step()
 
 
 # ---------------------------------------------------------------- costs
