@@ -74,9 +74,12 @@ def test_decode_and_decode_long_answer_alike(tiny_rig: Any, tiny_engine: Engine,
     item = pb.DecodeItem(codes=build.codes(array))
     audio = tiny_rig.call("Decode", pb.DecodeRequest(items=[item])).response.items[0].audio
     assert (audio.sample_rate, audio.channels, audio.format) == (24000, 1, pb.SAMPLE_FORMAT_FLOAT32)
-    np.testing.assert_array_equal(np.frombuffer(audio.pcm, "<f4"), expected)
+    samples = np.frombuffer(audio.pcm, "<f4")
+    # A slow moment decides what is computed in steps, whose sums have another order.
+    np.testing.assert_allclose(samples, expected, rtol=0, atol=1e-5)
     long = tiny_rig.call("DecodeLong", pb.DecodeLongRequest(item=item))
-    assert b"".join(response.pcm for response in long.responses) == audio.pcm
+    in_pieces = np.frombuffer(b"".join(response.pcm for response in long.responses), "<f4")
+    np.testing.assert_allclose(in_pieces, samples, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("max_message_bytes", "piece"), [(2 << 20, 1 << 20), (1 << 20, (1 << 20) - 1024)])
@@ -119,7 +122,8 @@ def test_left_context_is_dropped_from_the_front(
     int16 = sample_format == pb.SAMPLE_FORMAT_INT16
     whole = np.asarray(tiny_engine.run([DecodeWork(array, 0, int16)])[0])
     got = np.frombuffer(pcm, "<i2" if int16 else "<f4")
-    np.testing.assert_array_equal(got, whole[min(left, 4) * SAMPLES_PER_FRAME :])
+    wanted = whole[min(left, 4) * SAMPLES_PER_FRAME :]
+    np.testing.assert_allclose(got.astype(float), wanted.astype(float), rtol=0, atol=1 if int16 else 1e-5)
     assert len(got) == kept * SAMPLES_PER_FRAME
 
 
