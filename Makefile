@@ -10,13 +10,17 @@ REFERENCE_VERSION = 0.30.0
 bin = $(VENV)/bin
 reference = .cache/reference
 
-.PHONY: demo test test-gpu lint format stubs reference clean
+.PHONY: demo test test-robustness test-gpu lint format stubs reference clean
 
 demo: $(VENV)/.server
 	$(bin)/python scripts/demo.py --device '$(DEVICE)' $(if $(MODEL),--model '$(MODEL)') $(if $(WAV),--wav '$(WAV)')
 
 test: $(VENV)/.test $(reference)/.unpacked
 	$(bin)/python -m pytest $(PYTEST_ARGS)
+
+# Chaos for two minutes, ten minutes of mixed traffic, and the rest of tests/robustness at full length.
+test-robustness: $(VENV)/.test
+	MIMO_ROBUSTNESS=full $(bin)/python -m pytest tests/robustness $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU.
 test-gpu: $(VENV)/.test

@@ -1,4 +1,4 @@
-"""The model on its pinned device. All but `Engine.cost` runs in one thread, the one that made the engine."""
+"""The model on its pinned device. It computes in one thread, the one that made it, and answers questions from any."""
 
 from __future__ import annotations
 
@@ -41,12 +41,19 @@ warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not
 BATCH_SECONDS = 0.08
 STEP_SECONDS = 0.04
 
-# Code frames of which time and memory are measured at warm-up; an accelerator shows what it can only with many.
-_MEASURED_FRAMES = {"cpu": 25}
-_MEASURED_FRAMES_ELSEWHERE = 1000
+# Code frames of which time and memory are measured at warm-up, and items of which the time is; an accelerator shows
+# what it can only with many.
+_MEASURED = {"cpu": (25, 9)}
+_MEASURED_ELSEWHERE = (1000, 65)
 
 # What is measured is not exact for every length: allocators round, and libraries have workspaces.
 _MARGIN = 1.2
+
+# Plans of Fourier transforms that are kept; nearly each batch has another number of frames.
+_FFT_PLANS = 16
+
+# Code frames that a step has activations for at the most: the rows that the model's pieces are bounded to.
+_STEP_FRAMES = 1024
 
 # With --batch-invariant every matrix product on an accelerator has this many rows.
 _TILE_ROWS = 512
@@ -55,21 +62,13 @@ _TILE_ROWS = 512
 _SHORTEST_SOUND_BYTES = 1 << 19
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """With --batch-invariant, what must not follow from how fast the device has been so far.
-
-    Attributes:
-        batch: floating-point operations of an item up to which it goes into a batch, and not in steps.
-        piece: those of a piece of an item that is computed in steps.
-    """
-
-    batch: float
-    piece: float
-
-
-_FIXED = {"cpu": _Fixed(batch=2e10, piece=1e10)}
-_FIXED_ELSEWHERE = _Fixed(batch=1e13, piece=4e10)
+# What must not follow from how fast the device has been so far, or the same item would have other bits an hour later.
+# Code frames of which a layer's arithmetic is a piece of an item that is computed in steps:
+_PIECE_FRAMES = {"cpu": 128}
+_PIECE_FRAMES_ELSEWHERE = 1024
+# With --batch-invariant, the floating-point operations of an item up to which it goes into a batch, and not in steps:
+_BATCH_FLOPS = {"cpu": 2e10}
+_BATCH_FLOPS_ELSEWHERE = 1e13
 
 
 class DeviceFailure(RuntimeError):
@@ -100,11 +99,13 @@ class _Measured:
 
     Attributes:
         rate: floating-point operations a second, the best seen so far.
+        item_seconds: that each further item of a batch takes, however short.
         batch_bytes: of activations, for each code frame of a batch.
         state_bytes: for each code frame of an item that is computed in steps.
     """
 
     rate: float
+    item_seconds: float
     batch_bytes: float
     state_bytes: float
 
@@ -123,16 +124,21 @@ class Engine:
         started = time.monotonic()
         self._device = devices.resolve(config.device)
         devices.pin(self._device)
+        if self._device.type == "cuda":
+            # Plans for transforms of so many frames are kept outside of PyTorch's memory, by default thousands of them.
+            torch.backends.cuda.cufft_plan_cache[self._device].max_size = _FFT_PLANS
         # A float32 model is asked for to be exact: no TF32 in its products and convolutions.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         limit = memory.limit(config.device_memory_limit, self._device)
         memory.enforce(limit, self._device)
-        self._fixed = _FIXED.get(self._device.type, _FIXED_ELSEWHERE)
         # On the CPU nothing makes a product's sums independent of its rows, so items are computed alone.
         self._alone = config.batch_invariant and self._device.type == "cpu"
         try:
             self._model, self.info = self._load(config)
+            frames = _PIECE_FRAMES.get(self._device.type, _PIECE_FRAMES_ELSEWHERE)
+            self._piece_flops = self._model.decode_flops(frames) / self.info.config.decoder_layers
+            self._batch_flops = _BATCH_FLOPS.get(self._device.type, _BATCH_FLOPS_ELSEWHERE)
             loaded = time.monotonic()
             self._measured: dict[Kind, _Measured] = {}
             self._warm_up()
@@ -203,20 +209,8 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Compute each kind of work once, then measure its speed and its memory."""
-        config = self.info.config
-        frames = _MEASURED_FRAMES.get(self._device.type, _MEASURED_FRAMES_ELSEWHERE)
-        rng = np.random.default_rng(0)
-        samples = max(config.min_samples, frames * config.samples_per_frame)
-        mel_frames = min(SEGMENT_MEL_FRAMES, samples // config.hop_length + 1)
-        sound = rng.uniform(-0.1, 0.1, samples).astype(np.float32)
-        segment = Segment(sound, 0, config.sampling_rate, 0, mel_frames, samples)
-        codes = np.stack([rng.integers(0, size, frames) for size in config.codebook_sizes]).astype(np.uint16)
-        works: list[Work] = [
-            EncodeWork(segment, config.num_quantizers),
-            DecodeVqWork(codes),
-            DecodeWork(codes, 0, int16=False),
-        ]
-        for work in works:
+        frames, items = _MEASURED.get(self._device.type, _MEASURED_ELSEWHERE)
+        for work, shortest in zip(self._samples(frames), self._samples(1), strict=True):
             self._expect(self._compute_batch([work]))
 
             def run(work: Work = work) -> None:
@@ -226,18 +220,34 @@ class Engine:
             seconds = min(self._seconds(run) for _ in range(2))
             count, flops = self._frames(work), self._flops(work)
             batch_bytes = memory.peak_of(run, self._device) * _MARGIN / count
-            measured = self._measured[_kind(work)] = _Measured(flops / seconds, batch_bytes, 0.0)
+            measured = self._measured[_kind(work)] = _Measured(flops / seconds, 0.0, batch_bytes, 0.0)
+            one, many = self._seconds_of([shortest]), self._seconds_of([shortest] * items)
+            measured.item_seconds = max(0.0, (many - one) / (items - 1))
             if not isinstance(work, DecodeVqWork):
                 # In many steps, so that what is measured is the state and not the step.
                 state = memory.peak_of(functools.partial(self._expect_in_steps, work), self._device)
                 measured.state_bytes = state * _MARGIN / count
         memory.release(self._device)
 
+    def _samples(self, frames: int) -> list[Work]:
+        """Work of each kind, of about `frames` code frames."""
+        config = self.info.config
+        rng = np.random.default_rng(0)
+        samples = max(config.min_samples, frames * config.samples_per_frame)
+        mel_frames = min(SEGMENT_MEL_FRAMES, samples // config.hop_length + 1)
+        sound = rng.uniform(-0.1, 0.1, samples).astype(np.float32)
+        segment = Segment(sound, 0, config.sampling_rate, 0, mel_frames, samples)
+        codes = np.stack([rng.integers(0, size, frames) for size in config.codebook_sizes]).astype(np.uint16)
+        return [EncodeWork(segment, config.num_quantizers), DecodeVqWork(codes), DecodeWork(codes, 0, int16=False)]
+
     def _expect_in_steps(self, work: Work) -> None:
         computation = Computation(self, work, self._flops(work) / 64)
         while (answer := computation.step()) is None:
             pass
         self._expect([answer])
+
+    def _seconds_of(self, batch: list[Work]) -> float:
+        return min(self._seconds(lambda: self._expect(self.run(batch))) for _ in range(2))
 
     def _seconds(self, function: Callable[[], None]) -> float:
         devices.synchronize(self._device)
@@ -255,7 +265,10 @@ class Engine:
     def _divide(self, limit: int) -> Division:
         weights = checkpoint.parameter_bytes(self._model)
         fixed = max(0, memory.used(self._device) - weights)
-        batch = self.info.max_batch_frames * max(measured.batch_bytes for measured in self._measured.values())
+        # Steps have their activations there, too.
+        batch = max(self.info.max_batch_frames, _STEP_FRAMES) * max(
+            measured.batch_bytes for measured in self._measured.values()
+        )
         division = Division.of(limit, weights, fixed, int(batch))
         log(
             logging.INFO,
@@ -274,11 +287,14 @@ class Engine:
         """What `work` will take; from any thread."""
         kind, frames = _kind(work), self._frames(work)
         measured = self._measured[kind]
-        seconds = self._flops(work) / measured.rate
+        seconds = measured.item_seconds + self._flops(work) / measured.rate
         batch_bytes = int(frames * measured.batch_bytes) + self._front_end_bytes(work)
-        short = self._flops(work) <= self._fixed.batch if self.info.batch_invariant else seconds <= BATCH_SECONDS
+        short = self._flops(work) <= self._batch_flops if self.info.batch_invariant else seconds <= BATCH_SECONDS
         batchable = kind is Kind.DECODE_VQ or (
-            short and frames <= self.info.max_batch_frames and batch_bytes <= self.info.memory.activations
+            short
+            and not self._has_slow_front_end(work)
+            and frames <= self.info.max_batch_frames
+            and batch_bytes <= self.info.memory.activations
         )
         if batchable:
             return Cost(kind, frames, seconds, batch_bytes, stepwise=False)
@@ -314,6 +330,11 @@ class Engine:
         if isinstance(work, DecodeWork):
             return self._model.decode_flops(self._frames(work))
         return float(work.codes.size * self.info.config.d_model)
+
+    def _has_slow_front_end(self, work: Work) -> bool:
+        if not isinstance(work, EncodeWork):
+            return False
+        return not Resampler(work.segment.sample_rate, self.info.config.sampling_rate).is_dense
 
     def _front_end_bytes(self, work: Work) -> int:
         """What sound takes beyond what was measured, at the model's own rate and for many frames."""
@@ -361,7 +382,7 @@ class Engine:
     def begin(self, work: Work) -> Computation:
         """Compute `work` in steps of about `STEP_SECONDS`."""
         step = STEP_SECONDS * self._measured[_kind(work)].rate
-        return Computation(self, work, step, self._fixed.piece if self.info.batch_invariant else step)
+        return Computation(self, work, step, self._piece_flops)
 
     def _attempt(self, part: Sequence[Work]) -> list[Answer] | _Failure:
         try:
@@ -431,8 +452,14 @@ class Engine:
     def _steps(self, work: Work, flops: float) -> Generator[float, None, Answer]:
         """Compute one item in steps of about `flops`, each of which is yielded."""
         if isinstance(work, EncodeWork):
-            mel = self._model.mel.segment(work.segment)
-            yield 0.0
+            front_end = self._model.mel.segment_steps(work.segment)
+            while True:
+                try:
+                    next(front_end)
+                except StopIteration as end:
+                    mel: Tensor = end.value
+                    break
+                yield 0.0
             codes = yield from self._model.encode_steps(mel, work.num_quantizers, flops)
             return _to_host_codes(codes)
         if not isinstance(work, DecodeWork):
@@ -551,6 +578,6 @@ def _wanted(works: Sequence[DecodeWork], waveforms: Sequence[Tensor], samples_pe
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # The CPU's allocator and cuBLAS raise plain RuntimeErrors.
-    sentences = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    # The CPU's allocator, the driver and the libraries raise errors of other classes.
+    sentences = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in sentences)

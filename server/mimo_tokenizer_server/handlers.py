@@ -38,12 +38,13 @@ def _handler(servicer: TokenizerServicer, method: Any) -> grpc.RpcMethodHandler[
     call = getattr(servicer, method.name)
 
     async def parsed(data: bytes, context: Any) -> Message:
-        try:
-            if servicer.is_full(method.name):  # `refuse` says so, before anything is done with the data
-                raise RequestError(Reason.QUEUE_FULL, "no call is taken now")
-            return await off_loop(len(data), messages.parse, kind, data)
-        except RequestError as error:
-            refusal = error.with_traceback(None)
+        refusal = servicer.full(method.name)
+        if refusal is None:
+            try:
+                with servicer.arriving():
+                    return await off_loop(len(data), messages.parse, kind, data)
+            except RequestError as error:
+                refusal = error.with_traceback(None)
         await servicer.refuse(method.name, refusal, context)
         raise AssertionError("refuse() ends the call")
 

@@ -199,13 +199,13 @@ class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def keep_allocations_together() -> None:
-    """Have the C library's allocator share what is free between threads.
+    """Have the C library's allocator share what is free between all threads.
 
     To be called before there are many. By default each thread gets memory of its own, in which the holes that messages
     of all sizes leave are lost to the others: some hundred MiB, after some thousand calls.
     """
     if _mallopt is not None:
-        _mallopt(_M_ARENA_MAX, 2)
+        _mallopt(_M_ARENA_MAX, 1)
 
 
 def trim() -> None:

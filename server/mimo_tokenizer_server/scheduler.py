@@ -2,7 +2,7 @@
 
 Policy: short work goes in batches, the calls taking turns: with the call whose turn it is goes everything of the same
 kind that fits. Longer work goes in steps, every other one for the item with the least left to do and the others for the
-oldest; and while both wait, short and long work get half of the device's time each.
+oldest, calls taking turns item by item; and while both wait, short and long work get half of the device's time each.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .work import Answer, Cost, Kind, Work
 # What a caller is told to wait before it tries again: while the server starts, and when the queue is full.
 _RETRY_STARTING = 1.0
 _RETRY_FULL = (0.05, 5.0)
+_RETRY_UNREAD = 2.0
 
 # An estimate is held against a deadline with this much of doubt: it was made from what the device has shown so far,
 # which on a busy machine may be little, and nothing that might just be done is to be refused.
@@ -142,8 +143,11 @@ class WorkQueue:
 
     def finish(self, job: Job) -> None:
         """Take out a long job that has its answer."""
-        if job in self._long:  # or it has been taken out with everything
-            self._long.remove(job)
+        if job not in self._long:  # it has been taken out with everything
+            return
+        self._long.remove(job)
+        # Calls take turns in being the oldest, or one of many long items would be so until its last is done.
+        self._long.sort(key=lambda other: other.call is job.call)
 
     def clear(self) -> list[Job]:
         """Take out everything."""
@@ -254,6 +258,7 @@ class Scheduler:
             Reason.NOT_READY, "the server is starting: its model is not loaded yet", retry_after=_RETRY_STARTING
         )
         self._frames = 0  # admitted
+        self._unread = 0  # computed for long answers that are being read
         self._seconds = 0.0  # that what is submitted takes, about
         self._limit = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -300,6 +305,30 @@ class Scheduler:
             yield
         finally:
             self._leave(frames)
+
+    @contextmanager
+    def long_answer(self, frames: int) -> Iterator[None]:
+        """Hold room for an answer of `frames` code frames that is read at its caller's pace, while the body runs.
+
+        It is room of its own, as large as the queue's: slow readers keep each other waiting, and nobody else.
+
+        Raises:
+            RequestError: there is no room.
+        """
+        if self._unread + frames > self._limit and self._unread:
+            raise RequestError(
+                Reason.QUEUE_FULL,
+                f"long answers of {self._unread} frames are being computed or read; the call has {frames}, the limit is"
+                f" {self._limit}",
+                value=str(frames),
+                limit=self._limit,
+                retry_after=_RETRY_UNREAD,
+            )
+        self._unread += frames
+        try:
+            yield
+        finally:
+            self._unread -= frames
 
     def check_room(self, frames: int) -> None:
         """See whether there is room for `frames` code frames now.
@@ -447,20 +476,20 @@ class Scheduler:
             self._post(self._settle, self._loaded, error)
             return
         self._post(self._settle, self._loaded, engine)
-        trimmed = self._clock()
-        while jobs := self._next(engine, self._queue):
-            try:
+        jobs: list[Job] = []
+        try:
+            trimmed = self._clock()
+            while jobs := self._next(engine, self._queue):
                 self._compute(engine, self._queue, jobs)
-            except BaseException as error:
-                # Whatever ends this thread ends the process: nobody may wait for it in vain.
-                sentence = str(error) if isinstance(error, DeviceFailure) else f"the device thread ended: {error!r}"
-                log(logging.CRITICAL, sentence)
-                self._post(self._lose_device, jobs, sentence)
-                return
-            del jobs  # or an idle server keeps its last requests, and the answers
-            if self._clock() - trimmed > _TRIM_BUSY_SECONDS:
-                engine.trim()
-                trimmed = self._clock()
+                jobs = []  # or an idle server keeps its last requests, and the answers
+                if self._clock() - trimmed > _TRIM_BUSY_SECONDS:
+                    engine.trim()
+                    trimmed = self._clock()
+        except BaseException as error:
+            # Whatever ends this thread ends the process: nobody may wait for it in vain.
+            sentence = str(error) if isinstance(error, DeviceFailure) else f"the device thread ended: {error!r}"
+            log(logging.CRITICAL, sentence)
+            self._post(self._lose_device, jobs, sentence)
 
     def _next(self, engine: Engine, queue: WorkQueue) -> list[Job]:
         """Wait for the next batch or step; [] at the end."""

@@ -10,7 +10,7 @@ import platform
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -96,6 +96,7 @@ class TokenizerServicer:
         self._scheduler = scheduler
         self._config = config
         self._calls = 0
+        self._arriving = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -106,9 +107,24 @@ class TokenizerServicer:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
 
-    def is_full(self, method: str) -> bool:
-        """Whether a call that comes now is refused whatever it says, so that nobody need read it."""
-        return self._draining or (self._calls >= self._config.max_concurrent_calls and method != "GetInfo")
+    def full(self, method: str) -> RequestError | None:
+        """Why a call that comes now is refused whatever it says, so that nobody need read it; None if it is not."""
+        if self._draining:
+            return RequestError(Reason.NOT_READY, "the server is going down", retry_after=1.0)
+        calls, most = self._calls + self._arriving, self._config.max_concurrent_calls
+        if calls < most or method == "GetInfo":
+            return None
+        sentence = f"{calls} calls are in progress; at most {most} are taken"
+        return RequestError(Reason.QUEUE_FULL, sentence, limit=most, retry_after=0.1)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Count a call whose request is being read, while the body runs."""
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
 
     async def refuse(self, method: str, error: RequestError, context: Any) -> None:
         """End a call that does not get as far as its method, or no further, with the error's status."""
@@ -238,7 +254,8 @@ class TokenizerServicer:
             async for message in requests:
                 if (kind := message.WhichOneof("message")) != "pcm":
                     raise invalid("message", kind or "absent", "`pcm` in all messages after the first")
-                for pcm in pieces.push(message.pcm):
+                data = message.pcm
+                for pcm in await off_loop(len(data), lambda data: list(pieces.push(data)), data):
                     for segment in await off_loop(pcm.nbytes, _segments, pieces, cutter, pcm):
                         codes = await encode(segment)
                         last_frame = codes[:, -1:]
@@ -262,10 +279,10 @@ class TokenizerServicer:
             sample_format = messages.answer_format(request.format)
             codes = await off_loop(size, messages.check_codes, request.item.codes, "item.codes", info, limits)
             call.items, call.frames = 1, messages.frames_of(codes)
-            with self._scheduler.admit(call.frames):
-                int16 = sample_format == pb.SAMPLE_FORMAT_INT16
-                samples = await self._decode(call, DecodeWork(codes, request.item.left_context_frames, int16))
-                # Admitted until it is sent: the samples of a slow reader are as much in memory as those of a queue.
+            with self._scheduler.long_answer(call.frames):
+                with self._scheduler.admit(call.frames):
+                    int16 = sample_format == pb.SAMPLE_FORMAT_INT16
+                    samples = await self._decode(call, DecodeWork(codes, request.item.left_context_frames, int16))
                 step = min(_PIECE_BYTES, limits.max_message_bytes - messages.CALL_BYTES) // samples.itemsize
                 for start in range(0, max(1, len(samples)), step):
                     timings = call.timings() if start + step >= len(samples) else None
@@ -332,18 +349,12 @@ class TokenizerServicer:
         error: RequestError | None = None
         failed: _AllItemsFailed | None = None
         outcome = "OK"
+        refusal = self.full(method)
         self._calls += 1
         self._idle.clear()
         try:
-            if self._draining:
-                raise RequestError(Reason.NOT_READY, "the server is going down", retry_after=1.0)
-            if self._calls > self._config.max_concurrent_calls and method != "GetInfo":
-                raise RequestError(
-                    Reason.QUEUE_FULL,
-                    f"{self._calls - 1} calls are in progress; at most {self._config.max_concurrent_calls} are taken",
-                    limit=self._config.max_concurrent_calls,
-                    retry_after=0.1,
-                )
+            if refusal is not None:
+                raise refusal
             yield call
         except _AllItemsFailed as all_failed:
             failed = all_failed
@@ -446,7 +457,7 @@ class TokenizerServicer:
         if good:
             call.frames = frames(good.values())
             with self._scheduler.admit(call.frames):
-                outcomes = await _gather([run(item) for item in good.values()])
+                outcomes = await _gather(run, good.values())
             for index, outcome in zip(good, outcomes, strict=True):
                 answers[index] = outcome
         complete = [answer for answer in answers if answer is not None]
@@ -632,6 +643,8 @@ async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all; the first error cancels the rest."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -641,14 +654,15 @@ async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _gather(
-    coroutines: Sequence[Coroutine[Any, Any, npt.NDArray[Any]]],
+    function: Callable[[T], Coroutine[Any, Any, npt.NDArray[Any]]], items: Collection[T]
 ) -> list[npt.NDArray[Any] | RequestError]:
-    """Run all; a RequestError stands in its place, anything else cancels the rest and is raised."""
+    """`function` of all items; a RequestError stands in its place, anything else cancels the rest and is raised."""
 
-    async def outcome(coroutine: Coroutine[Any, Any, npt.NDArray[Any]]) -> npt.NDArray[Any] | RequestError:
+    # Not of coroutines that are there already: where the call is cancelled at once, they would never be awaited.
+    async def outcome(item: T) -> npt.NDArray[Any] | RequestError:
         try:
-            return await coroutine
+            return await function(item)
         except RequestError as error:
             return error.with_traceback(None)
 
-    return await _all([outcome(coroutine) for coroutine in coroutines])
+    return await _all([outcome(item) for item in items])

@@ -90,8 +90,8 @@ class AttentionPlan:
         head_dim: of queries, keys and values.
         device: where they are.
         dtype: theirs.
-        one_by_one: no call that could let an item have an influence on another's order of sums; varlen_attn does not:
-            its thread blocks each have rows of one item.
+        one_by_one: no call that could let an item have an influence on another's order of sums. Flash Attention, by
+            varlen_attn, does not: its thread blocks each have rows of one item.
     """
 
     def __init__(
@@ -106,32 +106,38 @@ class AttentionPlan:
     ) -> None:
         self._spans = spans
         self._reach = reach = Reach(max(spans.lengths), window, causal)
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+        # Functions, not methods of this object: in a circle its tensors would wait for the garbage collector.
+        self._attend: Callable[[AttentionPlan, Tensor, Tensor, Tensor], Tensor]
         if one_by_one and len(spans) > 1 and not has_varlen(head_dim, device, dtype):
             self._plans = [AttentionPlan(Spans([n]), window, causal, head_dim, device, dtype) for n in spans.lengths]
-            self.attend = self._attend_one_by_one
+            self._attend = AttentionPlan._attend_one_by_one
         elif has_varlen(head_dim, device, dtype):
             self._bounds = spans.cumulative(device)
-            self.attend = self._attend_varlen
+            self._attend = AttentionPlan._attend_varlen
         elif reach.whole:
-            self.attend = self._attend_whole
+            self._attend = AttentionPlan._attend_whole
         elif reach.band:
             self._band = _Band(reach, spans.items(device), 0, spans.total)
-            self.attend = self._band.attend
+            self._attend = AttentionPlan._attend_band
         else:
             self._window = window
             self._causal = causal
-            self.attend = self._attend_rows
+            self._attend = AttentionPlan._attend_rows
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Map packed queries, keys and values, (rows, heads, head_dim) each, to (rows, heads, head_dim)."""
+        return self._attend(self, q, k, v)
+
+    def _attend_band(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._band.attend(q, k, v)
 
     def _attend_one_by_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         items = zip(self._plans, *(self._spans.split(x) for x in (q, k, v)), strict=True)
         return torch.cat([plan.attend(*item) for plan, *item in items])
 
     def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        reach, longest = self._reach, self._reach.length
-        window = (_open(reach.left, longest), _open(reach.right, longest))
-        bounds = self._bounds
-        return _varlen(q, k, v, bounds, bounds, longest, longest, window)
+        bounds, longest = self._bounds, self._reach.length
+        return _varlen(q, k, v, bounds, bounds, longest, longest, _varlen_window(self._reach))
 
     def _attend_whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of (rows, heads, head_dim) queries to all keys of their item, or to those not after them."""
@@ -177,8 +183,9 @@ def attend_piece(q: Tensor, k: Tensor, v: Tensor, start: int, reach: Reach) -> T
     if has_varlen(q.shape[-1], q.device, q.dtype):
         # The kernel lays the last query upon the last key, which is up to `right` rows after it.
         shift = high - stop
-        left = -1 if reach.left == reach.length - 1 else reach.left + shift
-        right = -1 if reach.right == reach.length - 1 else reach.right - shift
+        left, right = _varlen_window(reach)
+        if not reach.full:
+            left, right = left if left < 0 else left + shift, right if right < 0 else right - shift
         queries, keys = Spans([len(q)]).cumulative(q.device), Spans([high - low]).cumulative(q.device)
         return _varlen(q, k[low:high], v[low:high], queries, keys, len(q), high - low, (left, right))
     if reach.band:
@@ -254,9 +261,19 @@ def _varlen(
     return out
 
 
-def _open(bound: int, length: int) -> int:
-    """A bound as varlen_attn takes it: -1 for none."""
-    return -1 if bound == length - 1 and bound > 0 else bound
+def _varlen_window(reach: Reach) -> tuple[int, int]:
+    """The bounds as varlen_attn takes them: -1 for none.
+
+    Not for both: newer versions would then go to cuDNN, which plans anew for each batch, and sums in another order
+    where a batch's longest item is long.
+    """
+    last = reach.length - 1
+    if reach.full:
+        return reach.length, reach.length
+    return (
+        -1 if reach.left == last and last > 0 else reach.left,
+        -1 if reach.right == last and last > 0 else reach.right,
+    )
 
 
 def has_varlen(head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:

@@ -15,6 +15,9 @@ from .rows import RowWise, by_tiles
 from .transformer import Transformer, row_pieces
 from .vocoder import Vocoder
 
+# Items are padded to one length for their statistics, to so many times as much as they are at most.
+_MOST_PADDING = 4
+
 
 class UpsampleConv(RowWise):
     """A transposed convolution and a GroupNorm over all channels and frames; the overhang at the end is cut."""
@@ -71,10 +74,22 @@ class UpsampleConv(RowWise):
             Two of (items, 1).
         """
         device = moments.device
-        sizes = counted.sizes(device)[:, None]
-        place = torch.arange(1 << (max(counted.lengths) - 1).bit_length(), device=device)
+        starts, sizes = held.cumulative(device)[:-1, None], counted.sizes(device)[:, None]
+        widths = [1 << (length - 1).bit_length() for length in counted.lengths]
+        if max(widths) * len(widths) <= _MOST_PADDING * held.total:
+            return self._padded_statistics(moments, starts, sizes, max(widths))
+        # Short ones beside long ones: those of one width together, or there would be more padding than rows.
+        mean, scale = torch.empty_like(starts, dtype=moments.dtype), torch.empty_like(starts, dtype=moments.dtype)
+        for width in sorted(set(widths)):
+            items = torch.tensor([item for item, other in enumerate(widths) if other == width], device=device)
+            mean[items], scale[items] = self._padded_statistics(moments, starts[items], sizes[items], width)
+        return mean, scale
+
+    def _padded_statistics(self, moments: Tensor, starts: Tensor, sizes: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """`_statistics` of the items that start at `starts` (items, 1), of `sizes` rows each, at most `width`."""
+        place = torch.arange(width, device=moments.device)
         counts = place < sizes  # (items, a power of two)
-        index = (held.cumulative(device)[:-1, None] + place).clamp(max=held.total - 1)
+        index = (starts + place).clamp(max=len(moments) - 1)
         # Filled, not multiplied with zero: what is no number in another item stays there.
         means, squares = moments[index].masked_fill(~counts[..., None], 0).unbind(-1)
         mean = tree_sum(means)[:, None] / sizes

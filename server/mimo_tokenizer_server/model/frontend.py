@@ -8,7 +8,7 @@ and any company, and again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,6 +37,9 @@ _MAX_KERNEL_VALUES = 1 << 17
 # Taps that are worked out together, and what one takes on the way to its weight, in float64.
 _TAPS_AT_ONCE = 1 << 20
 _BYTES_A_TAP = 40
+
+# Mel frames that are computed together.
+_FRAMES_AT_ONCE = 1500
 
 # Outputs that are resampled together, in seconds.
 _BLOCK_SECONDS = 5
@@ -191,6 +194,10 @@ class MelFrontEnd:
 
         The recording is reflected at its two ends, and only there.
         """
+        return _to_the_end(self.segment_steps(segment))
+
+    def segment_steps(self, segment: Segment) -> Generator[None, None, Tensor]:
+        """`segment`, in steps of about as much work each."""
         pcm = torch.from_numpy(segment.pcm).to(self.device)
         if pcm.dtype == torch.int16:
             pcm = pcm.float().div_(32768)
@@ -198,15 +205,30 @@ class MelFrontEnd:
         low = segment.first_frame * self.hop - self.half
         high = (segment.first_frame + segment.frames - 1) * self.hop + self.half
         if segment.end is None or high <= (total := resampler.length(segment.end)):
-            samples = resampler.convert(pcm, segment.start, max(0, low), high)
+            samples = yield from resampler.convert_steps(pcm, segment.start, max(0, low), high)
         else:
             first = max(0, min(low, total - 1 - self.half))
-            samples = resampler.convert(pcm, segment.start, first, total)
+            samples = yield from resampler.convert_steps(pcm, segment.start, first, total)
             mirror = samples[total - 1 - self.half - first : total - 1 - first].flip(0)
             samples = torch.cat((samples, mirror))[max(0, low) - first : high - first]
         if low < 0:
             samples = torch.cat((samples[1 : 1 - low].flip(0), samples))
-        return self(samples)
+        mels = []
+        for start in range(0, segment.frames, _FRAMES_AT_ONCE):
+            stop = min(start + _FRAMES_AT_ONCE, segment.frames)
+            mels.append(self(samples[start * self.hop : (stop - 1) * self.hop + 2 * self.half]))
+            yield
+        return torch.cat(mels) if len(mels) > 1 else mels[0]
+
+
+def _to_the_end(steps: Generator[None, None, Tensor]) -> Tensor:
+    """What a computation in steps returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
 
 
 class Resampler:
@@ -217,6 +239,10 @@ class Resampler:
     Args:
         source: samples a second of what is given.
         target: samples a second of what is wanted.
+
+    Attributes:
+        is_dense: whether torchaudio's filters are used, which are kept; others are worked out as they are needed, which
+            takes forty times as long.
     """
 
     def __init__(self, source: int, target: int) -> None:
@@ -224,15 +250,17 @@ class Resampler:
         self._source, self._target = source // common, target // common
         # Inputs to either side that an output depends on.
         self._width = math.ceil(_LOWPASS_WIDTH * self._source / (min(self._source, self._target) * _ROLLOFF))
-        self._dense = self._target * (self._source + 2 * self._width) <= _MAX_KERNEL_VALUES
-        # Multiples of the reduced rates: each block's outputs start in phase.
-        self._block = self._target * max(1, round(_BLOCK_SECONDS * target / self._target))
+        self.is_dense = self._target * (self._source + 2 * self._width) <= _MAX_KERNEL_VALUES
+        if self.is_dense:  # a multiple of the reduced rate: each block's outputs start in phase
+            self._block = self._target * max(1, round(_BLOCK_SECONDS * target / self._target))
+        else:
+            self._block = max(1, _TAPS_AT_ONCE // (2 * self._width + 2))
         self._context = self._source * math.ceil((self._width + 1) / self._source)
 
     @property
     def filter_bytes(self) -> int:
         """Bytes that the filters take where they are worked out as they are needed."""
-        return 0 if self._dense else _BYTES_A_TAP * _TAPS_AT_ONCE
+        return 0 if self.is_dense else _BYTES_A_TAP * _TAPS_AT_ONCE
 
     def length(self, samples: int) -> int:
         """Outputs that `samples` inputs give in all."""
@@ -254,15 +282,21 @@ class Resampler:
             low: the first output.
             high: one past the last output, at most `length` of the whole signal.
         """
+        return _to_the_end(self.convert_steps(inputs, start, low, high))
+
+    def convert_steps(self, inputs: Tensor, start: int, low: int, high: int) -> Generator[None, None, Tensor]:
+        """`convert`, in steps of about as much work each."""
         if self._source == self._target:
             return inputs[low - start : high - start]
         blocks = []
-        for first in range(low // self._target * self._target, high, self._block):
+        in_phase = low // self._target * self._target if self.is_dense else low
+        for first in range(in_phase, high, self._block):
             count = min(self._block, high - first)
             begin, stop = self.window(first, first + count)
             block = inputs[begin - start : stop - start]
-            convert = self._convert_dense if self._dense else self._convert_sparse
+            convert = self._convert_dense if self.is_dense else self._convert_sparse
             blocks.append(convert(block, begin, first, count)[max(0, low - first) :])
+            yield
         return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
     def _convert_dense(self, inputs: Tensor, start: int, first: int, count: int) -> Tensor:

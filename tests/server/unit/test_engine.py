@@ -487,7 +487,7 @@ def test_begin_makes_steps_of_a_bounded_length(tiny_engine: Engine) -> None:
     cost = tiny_engine.cost(work)
     assert cost.stepwise
     computation = tiny_engine.begin(work)
-    assert computation.seconds_left == pytest.approx(cost.seconds)
+    assert computation.seconds_left == pytest.approx(cost.seconds, rel=0.1)
     before = computation.seconds_left
     computation.step()
     # The model's pieces are at most a step long; the last of them may be begun within it.
@@ -582,7 +582,6 @@ def _spread(build: Any) -> dict[str, list[Work]]:
         "sounds of all lengths": [build.encode_work(build.pcm(samples)) for samples in (2400, 24_000, 72_000, 480_000)],
         "a segment": [build.encode_work(build.pcm(59 * 24_000))],
         "a second at 16 kHz": [build.encode_work(build.pcm(16_000), 16_000)],
-        "ten seconds at 44,101 Hz": [build.encode_work(build.pcm(441_010), 44_101)],
         "one frame of sound": [build.encode_work(build.pcm(900))],
         "half a minute at 44.1 kHz": [build.encode_work(build.pcm(30 * 44_100, 2, int16=True), 44_100)],
     }
@@ -613,6 +612,7 @@ def test_a_batch_takes_what_was_foretold(tiny_engine: Engine, build: Any) -> Non
 def test_steps_take_what_was_foretold(tiny_engine: Engine, build: Any) -> None:
     """The state; and for what is computed at the moment, no more than a batch may take."""
     sounds = [build.encode_work(build.pcm(seconds * 24_000)) for seconds in (20, 58)]
+    sounds.append(build.encode_work(build.pcm(441_010), 44_101))
     works: list[Work] = [_decode(1000), _decode(5000), *sounds]
     tight = dataclasses.replace(tiny_engine.info, max_batch_frames=1)
     for work in works:
@@ -762,3 +762,50 @@ def test_batch_invariant_goes_the_same_way_at_any_speed() -> None:
     assert False in ways[0]
     for answer in answers[1:]:
         np.testing.assert_array_equal(answer, answers[0])
+
+
+def test_sound_whose_filters_take_long_goes_in_steps(tiny_engine: Engine, build: Any) -> None:
+    """At 44,101 Hz resampling takes longer than the model: neither a batch nor a step may be that long."""
+    work = build.encode_work(build.pcm(10 * 44_101), 44_101)
+    assert tiny_engine.cost(work).stepwise
+    assert not tiny_engine.cost(build.encode_work(build.pcm(44_100), 44_100)).stepwise
+    pieces = 0
+    for _ in tiny_engine._model.mel.segment_steps(work.segment):
+        pieces += 1
+    assert pieces >= 5
+    np.testing.assert_array_equal(_in_steps(tiny_engine.begin(work))[0], _answer(tiny_engine, work))
+
+
+def test_many_short_items_are_reckoned_with(tiny_engine: Engine, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each takes beside its arithmetic: of thousands of chunks, no batch is as long as that would let it be."""
+    for work in (build.encode_work(build.pcm(900)), _decode(1)):
+        measured = tiny_engine._measured[tiny_engine.cost(work).kind]
+        assert measured.item_seconds >= 0
+        monkeypatch.setattr(measured, "item_seconds", 0.01)
+        assert 0.01 < tiny_engine.cost(work).seconds < 0.02
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "CUDA error: out of memory",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_that_lacks_has_many_names(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, sentence: str) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(MiMoAudioTokenizer, "decode", _raise(RuntimeError(sentence)))
+        (answer,) = tiny_engine.run([_decode(6)])
+    assert isinstance(answer, RequestError)
+    assert answer.reason is Reason.OUT_OF_MEMORY
+
+
+def test_a_device_without_memory_to_try_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mimo_tokenizer_server import device as devices
+
+    assert devices.works(torch.device("cpu"))
+    for error, works in ((torch.OutOfMemoryError("none"), True), (RuntimeError("device-side assert"), False)):
+        monkeypatch.setattr(torch, "ones", _raise(error))
+        assert devices.works(torch.device("cpu")) is works

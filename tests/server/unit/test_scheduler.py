@@ -943,3 +943,31 @@ def test_whatever_callers_do_all_room_is_free_at_the_end(run: Any, build: Any, c
             pass
 
     run(test)
+
+
+@pytest.mark.parametrize("where", ["next", "trim"])
+def test_a_fault_beside_the_computation_ends_the_process_too(
+    run: Any, build: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Whatever ends the device thread: nobody may wait for it in vain, and health must not say that all is well."""
+
+    def fault(*args: Any) -> Any:
+        raise ValueError("a fault")
+
+    async def test(fixture: Fixture) -> None:
+        if where == "next":
+            monkeypatch.setattr("mimo_tokenizer_server.scheduler.WorkQueue.next", fault)
+            error = await _refused(fixture.submit(build.decode_work()))
+            assert error.reason is Reason.DEVICE_FAILURE
+        else:
+            monkeypatch.setattr(fixture.engine, "trim", fault, raising=False)
+            await fixture.submit(build.decode_work())
+        for _ in range(1000):
+            if fixture.failures:
+                break
+            await asyncio.sleep(0.01)
+        error = await _refused(fixture.submit(build.decode_work()))
+        assert error.reason is Reason.DEVICE_FAILURE
+        assert "a fault" in str(error)
+
+    run(test)

@@ -643,3 +643,17 @@ def test_with_light_traffic_long_work_has_what_is_left() -> None:
     assert 100.0 - long.computation.seconds_left >= 0.9 * 10.0
     # At most the step that was under way, and itself.
     assert max(day.waits) <= 1.3 * (STEP + 0.002) + 1e-6
+
+
+def test_one_call_of_many_long_items_leaves_another_its_steps(desk: Desk) -> None:
+    """Sixty segments of one call, and a decode that is longer than each: it is not kept waiting for all sixty."""
+    segments = [desk.add("segments", stepwise=True, seconds=1.0, bytes=1) for _ in range(60)]
+    long = desk.add("another", stepwise=True, seconds=5.0, bytes=1)
+    given: Counter[str] = Counter()
+    while long in desk.queue._long:
+        (job,) = desk.next()
+        given["another" if job is long else "segments"] += 1
+        desk.step(job)
+    # Half of the steps from the first segment's end on.
+    assert given["segments"] <= given["another"] + 2 * 1.0 / STEP + 2
+    assert sum(job in desk.queue._long for job in segments) >= 50

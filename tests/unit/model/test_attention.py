@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -337,3 +339,18 @@ def test_float16_stays_within_its_range() -> None:
     stack.layers[1].fc2.bias.data.fill_(60_000)
     out = stack.half().run_layers(torch.randn(10, 16).half(), Spans([10]))
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (5, 3), (-1, 3), (300, 300)])
+def test_a_plan_is_gone_with_its_last_user(window: tuple[int, int]) -> None:
+    """Its tensors must not wait for the garbage collector: on a GPU nobody has counted them."""
+    plan = AttentionPlan(Spans([700, 3]), window, False, 8, CPU, torch.float32)
+    q = torch.randn(703, 2, 8)
+    plan.attend(q, q, q)
+    gone = weakref.ref(plan)
+    gc.disable()
+    try:
+        del plan
+        assert gone() is None
+    finally:
+        gc.enable()

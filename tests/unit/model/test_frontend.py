@@ -92,7 +92,7 @@ def test_filters_worked_out_where_needed_are_the_same(rate: int, monkeypatch: py
     # Many lots of outputs, one after the other.
     monkeypatch.setattr(frontend, "_MAX_KERNEL_VALUES", 1 << 17)
     resampler = Resampler(rate, 24000)
-    resampler._dense = False
+    resampler.is_dense = False
     out = _resample(sound, rate, resampler)
     rounding = 3e-6 + 2.5e-7 * min(rate, 24000) / math.gcd(rate, 24000)
     torch.testing.assert_close(out, kept, rtol=0, atol=rounding)
