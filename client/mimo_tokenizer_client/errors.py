@@ -170,6 +170,11 @@ def named_in_batch(error: _ErrorT, item: int, items: int) -> _ErrorT:
     return in_batch(error, -1 if items > 1 else item, item)
 
 
+# What grpc.aio itself says of a call that it cannot go on with, as when the server dies while a message is written;
+# no server says so.
+_BROKEN_CALL = "Internal error from Core"
+
+
 @dataclass(frozen=True)
 class Failure:
     """How one attempt of a call failed, the same for both flavours of gRPC."""
@@ -197,6 +202,8 @@ class Failure:
                     items.append(error_of_item(status) if status.code else None)
             except DecodeError:
                 continue
+        if code is grpc.StatusCode.INTERNAL and message == _BROKEN_CALL and detail is None:
+            return cls(ServiceUnavailable("the connection broke during the call", code=grpc.StatusCode.UNAVAILABLE))
         return cls(error_for(code, message or "", detail), tuple(items))
 
     def of_items(self, items: Sequence[int]) -> list[TokenizerError]:

@@ -13,6 +13,7 @@ import pytest
 import mimo_tokenizer_client as library
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 from mimo_tokenizer_client import ErrorDetail, TokenizerError
+from mimo_tokenizer_client.errors import Failure
 
 # Of the fixtures that make something.
 Factory = Callable[..., Any]
@@ -110,3 +111,13 @@ def test_nothing_of_grpc_is_in_the_way(serve: Factory, connect: Factory) -> None
         connect(server.address).decode([[1]])
     assert error.value.__cause__ is None
     assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+def test_a_call_that_grpc_gave_up_is_a_broken_connection() -> None:
+    """A server that dies while a request is written leaves grpc.aio without a status: not a fault of the server's."""
+    broken = Failure.from_status(grpc.StatusCode.INTERNAL, "Internal error from Core", ()).error
+    assert isinstance(broken, library.ServiceUnavailable)
+    detail = pb.ErrorDetail(reason=pb.ErrorDetail.REASON_INTERNAL).SerializeToString()
+    for message, trailers in (("another", ()), ("Internal error from Core", [("mimo-error-detail-bin", detail)])):
+        fault = Failure.from_status(grpc.StatusCode.INTERNAL, message, trailers).error
+        assert isinstance(fault, library.ServerFault)
