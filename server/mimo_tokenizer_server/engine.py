@@ -64,7 +64,7 @@ _SHORTEST_SOUND_BYTES = 1 << 19
 
 # What must not follow from how fast the device has been so far, or the same item would have other bits an hour later.
 # Code frames of which a layer's arithmetic is a piece of an item that is computed in steps:
-_PIECE_FRAMES = {"cpu": 128}
+_PIECE_FRAMES = {"cpu": 256}
 _PIECE_FRAMES_ELSEWHERE = 1024
 # With --batch-invariant, the floating-point operations of an item up to which it goes into a batch, and not in steps:
 _BATCH_FLOPS = {"cpu": 2e10}
