@@ -36,8 +36,7 @@ from .work import Answer, Cost, DecodeVqWork, DecodeWork, EncodeWork, Kind, Work
 warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
 
 # What a batch takes at most, and a step of longer work: what comes meanwhile waits for one of them, and where short and
-# long work of both kinds saturate the device, for two of each. Shorter batches would read the weights
-# more often.
+# long work of both kinds saturate the device, for two of each. Shorter batches would read the weights more often.
 BATCH_SECONDS = 0.08
 STEP_SECONDS = 0.04
 
@@ -60,7 +59,6 @@ _TILE_ROWS = 512
 
 # What every sound takes, however short.
 _SHORTEST_SOUND_BYTES = 1 << 19
-
 
 # What must not follow from how fast the device has been so far, or the same item would have other bits an hour later.
 # Code frames of which a layer's arithmetic is a piece of an item that is computed in steps:
@@ -452,14 +450,7 @@ class Engine:
     def _steps(self, work: Work, flops: float) -> Generator[float, None, Answer]:
         """Compute one item in steps of about `flops`, each of which is yielded."""
         if isinstance(work, EncodeWork):
-            front_end = self._model.mel.segment_steps(work.segment)
-            while True:
-                try:
-                    next(front_end)
-                except StopIteration as end:
-                    mel: Tensor = end.value
-                    break
-                yield 0.0
+            mel = yield from self._model.mel.segment_steps(work.segment)
             codes = yield from self._model.encode_steps(mel, work.num_quantizers, flops)
             return _to_host_codes(codes)
         if not isinstance(work, DecodeWork):

@@ -133,9 +133,11 @@ class WorkQueue:
         both = bool(self._long) and any(self._first(call, now) for call in list(self._calls))
         if not both:
             self._ahead = 0.0
-        if self._long and not (both and self._ahead <= 0):
-            return [self._next_long()]
-        return self._next_batch(now)
+        if (both and self._ahead <= 0) or not self._long:
+            batch = self._next_batch(now)
+            if batch or not self._long:  # a caller may go at any moment
+                return batch
+        return [self._next_long()]
 
     def account(self, jobs: list[Job], seconds: float) -> None:
         """Tell how long the device was busy with what `next` gave."""

@@ -196,8 +196,8 @@ class MelFrontEnd:
         """
         return _to_the_end(self.segment_steps(segment))
 
-    def segment_steps(self, segment: Segment) -> Generator[None, None, Tensor]:
-        """`segment`, in steps of about as much work each."""
+    def segment_steps(self, segment: Segment) -> Generator[float, None, Tensor]:
+        """`segment`, in steps of about as much work each; they yield 0, as they are no products."""
         pcm = torch.from_numpy(segment.pcm).to(self.device)
         if pcm.dtype == torch.int16:
             pcm = pcm.float().div_(32768)
@@ -217,11 +217,11 @@ class MelFrontEnd:
         for start in range(0, segment.frames, _FRAMES_AT_ONCE):
             stop = min(start + _FRAMES_AT_ONCE, segment.frames)
             mels.append(self(samples[start * self.hop : (stop - 1) * self.hop + 2 * self.half]))
-            yield
+            yield 0.0
         return torch.cat(mels) if len(mels) > 1 else mels[0]
 
 
-def _to_the_end(steps: Generator[None, None, Tensor]) -> Tensor:
+def _to_the_end(steps: Generator[float, None, Tensor]) -> Tensor:
     """What a computation in steps returns."""
     while True:
         try:
@@ -284,8 +284,8 @@ class Resampler:
         """
         return _to_the_end(self.convert_steps(inputs, start, low, high))
 
-    def convert_steps(self, inputs: Tensor, start: int, low: int, high: int) -> Generator[None, None, Tensor]:
-        """`convert`, in steps of about as much work each."""
+    def convert_steps(self, inputs: Tensor, start: int, low: int, high: int) -> Generator[float, None, Tensor]:
+        """`convert`, in steps of about as much work each; they yield 0, as they are no products."""
         if self._source == self._target:
             return inputs[low - start : high - start]
         blocks = []
@@ -296,7 +296,7 @@ class Resampler:
             block = inputs[begin - start : stop - start]
             convert = self._convert_dense if self.is_dense else self._convert_sparse
             blocks.append(convert(block, begin, first, count)[max(0, low - first) :])
-            yield
+            yield 0.0
         return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
     def _convert_dense(self, inputs: Tensor, start: int, first: int, count: int) -> Tensor:
