@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import grpc
 import pytest
-from process_harness import ServerProcess
+from process_harness import ServerProcess, opened_channels
 
 
 @pytest.fixture
@@ -49,13 +49,5 @@ def start() -> Iterator[Callable[..., ServerProcess]]:
 @pytest.fixture
 def channel() -> Iterator[Callable[[str], grpc.Channel]]:
     """Opens gRPC channels, each with a connection of its own, without limits on messages; takes the address."""
-    opened: list[grpc.Channel] = []
-
-    def make(address: str) -> grpc.Channel:
-        limits = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-        opened.append(grpc.insecure_channel(address, options=[*limits, ("grpc.use_local_subchannel_pool", 1)]))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.close()
+    with opened_channels() as make:
+        yield make

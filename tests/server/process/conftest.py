@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import grpc
 import pytest
 import torch
-from process_harness import RATE, ServerProcess, noise, short_folder
+from process_harness import RATE, ServerProcess, noise, opened_channels, short_folder
 
 from mimo_tokenizer_client import TokenizerClient
 from mimo_tokenizer_server.config import BUILT_IN_MODELS
@@ -90,16 +90,8 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 def channel() -> Iterator[Callable[[str], grpc.Channel]]:
     """Opens gRPC channels without limits on messages; takes the address."""
-    opened: list[grpc.Channel] = []
-
-    def make(address: str) -> grpc.Channel:
-        limits = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-        opened.append(grpc.insecure_channel(address, options=[*limits, ("grpc.use_local_subchannel_pool", 1)]))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.close()
+    with opened_channels() as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

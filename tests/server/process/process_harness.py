@@ -13,10 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -292,3 +294,20 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None
     while not condition():
         assert time.monotonic() < end, "it never came to be"
         time.sleep(0.02)
+
+
+@contextmanager
+def opened_channels() -> Iterator[Callable[[str], grpc.Channel]]:
+    """Opens gRPC channels, each with a connection of its own, without limits on messages; takes the address."""
+    opened: list[grpc.Channel] = []
+
+    def make(address: str) -> grpc.Channel:
+        limits = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        opened.append(grpc.insecure_channel(address, options=[*limits, ("grpc.use_local_subchannel_pool", 1)]))
+        return opened[-1]
+
+    try:
+        yield make
+    finally:
+        for one in opened:
+            one.close()
