@@ -188,7 +188,7 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         ) from None
     except (ImportError, OSError, RuntimeError) as error:
         raise click.ClickException(_broken_pair(error)) from None
-    from .device import DeviceError, resolve
+    from .device import DeviceError, pin, resolve
     from .memory import MemoryLimitError, parse_limit
     from .model.checkpoint import CheckpointError
     from .model.config import ConfigError
@@ -196,6 +196,7 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     try:
         device = resolve(config.device)
         if config.device_memory_limit is not None:
+            pin(device)  # to ask a device for its memory makes a context, which is to be on no other
             parse_limit(config.device_memory_limit, device)
     except DeviceError as error:
         raise click.UsageError(f"--device: {error}") from None
