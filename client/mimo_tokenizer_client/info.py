@@ -25,6 +25,9 @@ class ModelInfo:
         samples_per_frame: Samples that one code frame stands for.
         samples_cut: Samples by which a whole decoded waveform is shorter than frames * samples_per_frame.
         segment_samples: Longer audio is encoded in segments of this many samples, each alone.
+        hop_length: Samples between two mel frames.
+        stride_size: Mel frames to a step of the encoder.
+        avg_pooler: Steps of the encoder to a code frame; the product of the three is samples_per_frame.
     """
 
     id: str
@@ -37,6 +40,9 @@ class ModelInfo:
     samples_per_frame: int
     samples_cut: int
     segment_samples: int
+    hop_length: int
+    stride_size: int
+    avg_pooler: int
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,9 @@ class TokenizerServicer:
                     samples_per_frame=model.samples_per_frame,
                     samples_cut=model.samples_cut,
                     segment_samples=model.segment_samples,
+                    hop_length=model.hop_length,
+                    stride_size=model.stride_size,
+                    avg_pooler=model.avg_pooler,
                 ),
                 device=pb.DeviceInfo(
                     device=info.device,

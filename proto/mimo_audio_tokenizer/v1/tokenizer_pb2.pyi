@@ -733,6 +733,9 @@ class ModelInfo(google.protobuf.message.Message):
     SAMPLES_PER_FRAME_FIELD_NUMBER: builtins.int
     SAMPLES_CUT_FIELD_NUMBER: builtins.int
     SEGMENT_SAMPLES_FIELD_NUMBER: builtins.int
+    HOP_LENGTH_FIELD_NUMBER: builtins.int
+    STRIDE_SIZE_FIELD_NUMBER: builtins.int
+    AVG_POOLER_FIELD_NUMBER: builtins.int
     id: builtins.str
     """The folder's name or the hub id."""
     revision: builtins.str
@@ -753,6 +756,12 @@ class ModelInfo(google.protobuf.message.Message):
     """
     segment_samples: builtins.int
     """Longer audio is encoded in segments of this many samples, each alone."""
+    hop_length: builtins.int
+    """The factors of samples_per_frame: samples between two mel frames, the encoder's stride over those, and how many of
+    its steps one code frame pools.
+    """
+    stride_size: builtins.int
+    avg_pooler: builtins.int
     @property
     def codebook_sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Entries of each codebook, in the order of the rows of a code array."""
@@ -770,8 +779,11 @@ class ModelInfo(google.protobuf.message.Message):
         samples_per_frame: builtins.int = ...,
         samples_cut: builtins.int = ...,
         segment_samples: builtins.int = ...,
+        hop_length: builtins.int = ...,
+        stride_size: builtins.int = ...,
+        avg_pooler: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["codebook_sizes", b"codebook_sizes", "d_model", b"d_model", "fingerprint", b"fingerprint", "id", b"id", "random_weights", b"random_weights", "revision", b"revision", "sample_rate", b"sample_rate", "samples_cut", b"samples_cut", "samples_per_frame", b"samples_per_frame", "segment_samples", b"segment_samples"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["avg_pooler", b"avg_pooler", "codebook_sizes", b"codebook_sizes", "d_model", b"d_model", "fingerprint", b"fingerprint", "hop_length", b"hop_length", "id", b"id", "random_weights", b"random_weights", "revision", b"revision", "sample_rate", b"sample_rate", "samples_cut", b"samples_cut", "samples_per_frame", b"samples_per_frame", "segment_samples", b"segment_samples", "stride_size", b"stride_size"]) -> None: ...
 
 global___ModelInfo = ModelInfo
 
