@@ -218,7 +218,9 @@ class SyncServicer:
         def cancel() -> None:
             future.cancel()
 
-        context.add_callback(cancel)
+        # A call that was cancelled in between has no more callbacks.
+        if not context.add_callback(cancel):
+            cancel()
         return future
 
     def _unary(self, implementation: Callable[..., Awaitable[bytes]], kind: Any) -> Callable[..., Any]:
