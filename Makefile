@@ -6,11 +6,14 @@ MODEL ?=
 WAV ?=
 DEVICE ?= cpu
 REFERENCE_VERSION = 0.30.0
+# Versions of vllm and of vllm-omni, which go together, that the plugin is tested in.
+ENGINE ?= 0.30.0 0.28.0
 
 bin = $(VENV)/bin
 reference = .cache/reference
+engine = .cache/engine
 
-.PHONY: demo test test-robustness test-gpu lint format stubs reference clean
+.PHONY: demo test test-robustness test-gpu test-engine $(ENGINE:%=test-engine-%) lint format stubs reference clean
 
 demo: $(VENV)/.server
 	$(bin)/python scripts/demo.py --device '$(DEVICE)' $(if $(MODEL),--model '$(MODEL)') $(if $(WAV),--wav '$(WAV)')
@@ -25,6 +28,13 @@ test-robustness: $(VENV)/.test
 # On a machine with an NVIDIA GPU.
 test-gpu: $(VENV)/.test
 	$(bin)/python -m pytest tests/gpu $(PYTEST_ARGS)
+
+# The plugin in real engines, each with the packages of an environment of their own; ENGINE=0.30.0 runs one of them.
+test-engine: $(ENGINE:%=test-engine-%)
+
+$(ENGINE:%=test-engine-%): test-engine-%: $(engine)/.packages $(engine)/%/.installed $(VENV)/.test $(reference)/.unpacked
+	PYTHONPATH='$(abspath $(engine))/$*' MIMO_TEST_ENGINE='$*' MIMO_TEST_SERVER_PYTHON='$(abspath $(bin))/python' \
+		$(engine)/bin/python -m pytest tests/vllm_omni_patch -p no:cacheprovider $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(bin)/ruff check .
@@ -62,6 +72,20 @@ $(reference)/.unpacked: $(VENV)/bin/python
 	@mkdir -p $(reference)
 	$(bin)/python -m pip download --quiet --no-deps --dest $(reference) vllm-omni==$(REFERENCE_VERSION)
 	$(bin)/python -m zipfile -e $(reference)/vllm_omni-$(REFERENCE_VERSION)-*.whl $(reference)
+	@touch $@
+
+$(engine)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "test-engine needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; say PYTHON=...")'
+	$(PYTHON) -m venv $(engine)
+
+$(engine)/.packages: $(engine)/bin/python tests/vllm_omni_patch/requirements.txt pyproject.toml
+	$(engine)/bin/python -m pip install --quiet --no-compile --no-deps --requirement tests/vllm_omni_patch/requirements.txt
+	$(engine)/bin/python -m pip install --quiet --editable .
+	@touch $@
+
+# Without their requirements, of which some have no use without a GPU and some pin one torch for each version.
+$(engine)/%/.installed: | $(engine)/bin/python
+	$(engine)/bin/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(engine)/$* vllm==$* vllm-omni==$*
 	@touch $@
 
 clean:

@@ -121,12 +121,15 @@ def test_the_wheel_has_what_it_should_and_nothing_else(wheel: Path) -> None:
         "mimo_tokenizer_server/configs/tiny.json",
         "mimo_tokenizer_server/model/tokenizer.py",
         "mimo_tokenizer_server/py.typed",
+        "mimo_tokenizer_vllm_omni/__init__.py",
+        "mimo_tokenizer_vllm_omni/py.typed",
     }
     assert wanted <= set(names)
     for licence in ("LICENSE", "NOTICE"):
         assert any(re.fullmatch(rf"[^/]+\.dist-info/licenses/{licence}", name) for name in names)
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops <= {"mimo_audio_tokenizer", "mimo_tokenizer_client", "mimo_tokenizer_server", "vllm_omni_patch"}
+    packages = ("mimo_tokenizer_client", "mimo_tokenizer_server", "mimo_tokenizer_vllm_omni")
+    assert tops == {"mimo_audio_tokenizer", *packages}
     for name in names:
         assert not re.search(r"test|conftest|benchmark|__pycache__|\.pyc$|demo", name), name
 
@@ -151,9 +154,10 @@ def test_the_metadata(wheel: Path) -> None:
         for requirement in metadata.get_all("Requires-Dist", [])
         if "extra ==" not in requirement
     }
-    assert base == {"grpcio", "protobuf", "numpy"}
+    assert base == {"grpcio", "protobuf", "numpy", "wrapt"}
     assert {"cli", "server"} <= set(metadata.get_all("Provides-Extra", []))
     assert "mimo-tokenizer = mimo_tokenizer_server.__main__:main" in points
+    assert "[vllm_omni.general_plugins]\nmimo_audio_tokenizer = mimo_tokenizer_vllm_omni:register" in points
     assert metadata["Requires-Python"] == ">=3.10"
 
 
