@@ -131,7 +131,7 @@ def own_workers() -> Iterator[None]:
     module = sys.modules.get(f"{engine_harness.MODELS}.mimo_audio_code2wav")
     workers = {} if module is None else module._TOKENIZER_WORKER_CACHE
     for address in [key for key in workers if isinstance(key, str)]:
-        workers.pop(address).client.close()
+        workers.pop(address).close()
 
 
 @pytest.fixture

@@ -248,7 +248,9 @@ def test_told_to_raise_a_step_with_a_bad_slot_raises(
 ) -> None:
     stage = make_code2wav(through(service.address) | {"MIMO_AUDIO_TOKENIZER_ON_FAILURE": "raise"})
     slots = [flat_codes(random_codes(8)), harness.outside_codebook(8)]
-    with pytest.raises(InvalidInput, match="128"):
-        decode_step(stage, slots)
-    assert len(list(errors)) == 1
+    with pytest.raises(InvalidInput, match=r"^slot 2: the code in row 2, frame 4 is 128") as failure:
+        decode_step(stage, [slots[0], harness.dummy_slot(), slots[1]])
+    assert failure.value.detail is not None
+    (line,) = errors
+    assert line.startswith("1 of 3 slots of this step could not be decoded and the step fails: slot 2: ")
     assert decode_step(stage, slots[:1])[0].numel() == 8 * SAMPLES_PER_FRAME

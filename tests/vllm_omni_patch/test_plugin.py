@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import sys
@@ -20,6 +21,7 @@ from service_process import ServiceProcess
 
 from mimo_tokenizer_vllm_omni import UnfamiliarEngine, _code2wav, _data_parser, register
 
+ADDRESS_KEY = "mimo_audio_tokenizer_address"
 CODE2WAV = f"{harness.MODELS}.mimo_audio_code2wav"
 OUTER = f"{harness.MODELS}.mimo_audio"
 
@@ -104,62 +106,103 @@ UNKNOWN = [
 ]
 
 
+def unguarded(namespace: Any) -> dict[str, Any]:
+    """What a module or class has, less our marks and what only asks for an address before it goes on."""
+    return {
+        name: getattr(value, "__wrapped__", value) if name in ("__init__", "get_tokenizer_worker") else value
+        for name, value in vars(namespace).items()
+        if "_mimo_tokenizer" not in name
+    }
+
+
 @pytest.mark.parametrize(("change", "attribute"), UNKNOWN, ids=[attribute for _, attribute in UNKNOWN])
-def test_with_an_address_an_unknown_engine_is_refused_whole(
+def test_an_unknown_engine_is_left_as_it_is_and_does_not_start_with_an_address(
     changed_engine: Callable[..., ModuleType],
     set_environment: Callable[..., None],
+    language_model: Path,
+    small_checkpoint: Path,
+    plugin_lines: list[logging.LogRecord],
     change: tuple[str, str],
     attribute: str,
 ) -> None:
     module = changed_engine(CODE2WAV, change)
     stage = module.MiMoAudioToken2WavForConditionalGenerationVLLM
-    before = dict(vars(module)), dict(vars(stage))
-    set_environment(through("unix:///run/nobody"))
-    with pytest.raises(UnfamiliarEngine) as refusal:
-        _code2wav.PATCHES[CODE2WAV](module)
-    assert attribute in str(refusal.value)
-    assert f"vLLM-Omni {version('vllm-omni')}" in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    # Nothing of it is changed, but for our marks.
-    after = vars(module), vars(stage)
-    for old, new in zip(before, after, strict=True):
-        assert {name: value for name, value in new.items() if "_mimo_tokenizer" not in name} == old
-
-
-def test_without_an_address_an_unknown_engine_is_left_alone(
-    changed_engine: Callable[..., ModuleType],
-    set_environment: Callable[..., None],
-    plugin_lines: list[logging.LogRecord],
-) -> None:
-    module = changed_engine(CODE2WAV, UNKNOWN[1][0])
-    function = module.get_tokenizer_worker
-    set_environment({})
+    before = unguarded(module), unguarded(stage)
     _code2wav.PATCHES[CODE2WAV](module)
-    assert module.get_tokenizer_worker is function
+    assert (unguarded(module), unguarded(stage)) == before
     (line,) = [one.getMessage() for one in plugin_lines if one.levelno == logging.WARNING]
-    assert "_batch_decode_waveforms" in line
+    assert attribute in line
+
+    config = harness.engine_config(language_model, 1)
+    in_yaml = harness.engine_config(language_model, 1, hf_overrides={ADDRESS_KEY: "unix:///run/nobody"})
+    for settings, vllm_config in ((through("unix:///run/nobody"), config), ({}, in_yaml)):
+        set_environment(settings)
+        with pytest.raises(UnfamiliarEngine) as refusal:
+            stage(vllm_config=vllm_config)
+        said = str(refusal.value)
+        assert said.startswith(f"vLLM-Omni {version('vllm-omni')}: ")
+        assert attribute in said
+        assert "unix:///run/nobody" in said
+        assert "\n" not in said
+    # Without one it goes the engine's way, up to where the change itself breaks it.
+    set_environment(harness.in_process(small_checkpoint))
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config), contextlib.suppress(AttributeError, NameError):
+        stage(vllm_config=config)
 
 
-def test_an_unknown_engine_with_an_address_in_its_yaml_does_not_start(
-    changed_engine: Callable[..., ModuleType], set_environment: Callable[..., None], language_model: Path
+def _start_changed(language_model: Path, name: str, old: str, new: str, hf_overrides: dict[str, str]) -> list[str]:
+    """Start the parts of an engine of which one module's source is changed; what each says."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text()
+    assert old in source
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    exec(compile(source.replace(old, new), spec.origin, "exec"), module.__dict__)
+    setattr(importlib.import_module(parent), child, module)
+    said = []
+    for start in (
+        lambda: harness.build_processing_info(language_model, hf_overrides=hf_overrides).get_data_parser(),
+        lambda: harness.build_code2wav_stage(language_model, hf_overrides=hf_overrides),
+    ):
+        try:
+            start()
+            said.append("started")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "attribute"),
+    [
+        (CODE2WAV, "def _batch_decode_waveforms(", "_batch_decode_waveforms"),
+        (OUTER, "def load_weights(", "load_weights"),
+    ],
+)
+@pytest.mark.parametrize("told_by", ["environment", "deploy YAML"])
+def test_both_parts_of_an_unknown_engine_say_so_at_start_up(
+    language_model: Path, name: str, old: str, attribute: str, told_by: str
 ) -> None:
-    module = changed_engine(CODE2WAV, UNKNOWN[1][0])
-    set_environment({})
-    _code2wav.PATCHES[CODE2WAV](module)
-    config = harness.engine_config(
-        language_model, 1, hf_overrides={"mimo_audio_tokenizer_address": "unix:///run/nobody"}
+    nobody = "unix:///run/nobody"
+    by_environment = told_by == "environment"
+    said = harness.run_fresh(
+        _start_changed,
+        language_model,
+        name,
+        old,
+        old.replace("def ", "def changed"),
+        {} if by_environment else {ADDRESS_KEY: nobody},
+        env=through(nobody) | {"MIMO_AUDIO_TOKENIZER_READY_TIMEOUT": "0.5"} if by_environment else {},
     )
-    with pytest.raises(UnfamiliarEngine, match="_batch_decode_waveforms"):
-        module.MiMoAudioToken2WavForConditionalGenerationVLLM(vllm_config=config)
-
-
-def test_the_data_parser_of_an_unknown_engine_is_refused(
-    changed_engine: Callable[..., ModuleType], set_environment: Callable[..., None]
-) -> None:
-    module = changed_engine(OUTER, ("class MiMoAudioDataParser(", "class MiMoAudioParser("))
-    set_environment(through("unix:///run/nobody"))
-    with pytest.raises(UnfamiliarEngine, match="MiMoAudioDataParser"):
-        _data_parser.PATCHES[OUTER](module)
+    refused = [one for one in said if one.startswith("UnfamiliarEngine: ") and attribute in one and nobody in one]
+    # A part that is not touched by the change may look for the service first; none starts without it.
+    assert refused, said
+    assert all(one in refused or "is not ready after" in one for one in said), said
 
 
 def test_a_module_that_was_imported_first_is_changed_too(

@@ -119,6 +119,7 @@ def test_back_with_another_model_nothing_is_decoded_with_it(
     assert lengths(decode_step(stage, SLOTS)) == [0, 0, 0]
     (line,) = errors
     assert "fingerprint" in line
+    assert "until it is started again" in line
     own.stop()
     own.model = first
     own.start()

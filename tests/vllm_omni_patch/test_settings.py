@@ -136,10 +136,12 @@ def test_what_is_no_address(address: Any, why: str, set_environment: SetEnvironm
 )
 def test_bad_values(setting: str, value: Any, allowed: str, set_environment: SetEnvironment) -> None:
     key, variable = NAMES[setting]
+    # Without an address it is about nothing, and harms nobody.
+    assert settings_for(yaml(**{key: value})) == Settings()
     with pytest.raises(ValueError, match=allowed) as refused:
-        settings_for(yaml(**{key: value}))
+        settings_for(yaml(**{ADDRESS: SOCKET, key: value}))
     assert str(refused.value).startswith(f"{key} in the deploy YAML's hf_overrides is {value!r}")
-    set_environment({variable: str(value)})
+    set_environment({ADDRESS_VARIABLE: SOCKET, variable: str(value)})
     with pytest.raises(ValueError, match=f"^{variable} in the environment is '.*'; allowed is {allowed}$"):
         settings_for(None)
 

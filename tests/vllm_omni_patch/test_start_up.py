@@ -73,15 +73,30 @@ def test_one_process_has_one_worker_for_an_address(
     assert keys == [service.address]
 
 
-def test_a_second_address_in_one_process_is_refused(
-    make_code2wav: Callable[..., Any], service: ServiceProcess, make_service: Callable[..., ServiceProcess]
+def test_a_later_engine_of_the_process_finds_what_is_there_then(
+    make_code2wav: Callable[..., Any],
+    make_checkpoint: Callable[..., Path],
+    make_language_model: Callable[..., Path],
+    make_service: Callable[..., ServiceProcess],
 ) -> None:
-    other = make_service()
-    make_code2wav(through(service.address))
-    with pytest.raises(ValueError, match="cannot be used beside it") as refusal:
-        make_code2wav(through(other.address))
-    assert service.address in str(refusal.value)
-    assert other.address in str(refusal.value)
+    own = make_service().start()
+    first = make_code2wav(through(own.address))._tokenizer_service
+    assert make_code2wav(through(own.address))._tokenizer_service is first
+    # Told otherwise.
+    raising = make_code2wav(through(own.address) | {"MIMO_AUDIO_TOKENIZER_ON_FAILURE": "raise"})
+    assert raising._tokenizer_service.settings.on_failure == "raise"
+    assert first.settings.on_failure == "empty"
+    # Another language model.
+    fewer = make_code2wav(through(own.address), model=make_language_model(audio_channels=6))
+    assert fewer._tokenizer_service.audio_channels == 6
+    assert first.audio_channels == 8
+    # Another tokenizer.
+    own.stop()
+    own.model = make_checkpoint(seed=1)
+    own.start()
+    stage = make_code2wav(through(own.address))
+    assert stage._tokenizer_service.fingerprint != first.fingerprint
+    assert decode_step(stage, [flat_codes(random_codes(8))])[0].shape == (8 * SAMPLES_PER_FRAME,)
 
 
 def test_start_up_waits_for_the_service(

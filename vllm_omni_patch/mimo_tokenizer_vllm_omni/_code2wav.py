@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from ._engine import MODELS, UnfamiliarEngine, log, once, require, unfamiliar
@@ -26,39 +28,57 @@ OUTER: Final = f"{MODELS}.mimo_audio.mimo_audio"
 STAGE_CLASS: Final = "MiMoAudioToken2WavForConditionalGenerationVLLM"
 OUTER_CLASS: Final = "MiMoAudioForConditionalGeneration"
 
+_WORKER: Final = f"{__package__}._worker"
+
+# The config of the model whose data parser is being made; the parser itself is told none.
+hf_config_of_parser: ContextVar[Any] = ContextVar("mimo_tokenizer_hf_config", default=None)
+
 # The requests of the step that is being computed, where the runner tells.
 _request_ids: ContextVar[Sequence[str] | None] = ContextVar("mimo_tokenizer_request_ids", default=None)
 
 
-def refuse(module: ModuleType, class_name: str, problem: UnfamiliarEngine) -> None:
-    """Leave an unfamiliar module alone, but let nothing of it start that was to use the service.
+def refuse(module: ModuleType, names: Sequence[str], problem: UnfamiliarEngine) -> None:
+    """Leave an unfamiliar module as it is, but let nothing of it start that was to use the service.
 
     Args:
         module: The engine's module.
-        class_name: Of the class in it whose instances would use the tokenizer.
+        names: What of it takes a tokenizer: functions, classes by their constructors, or methods as "Class.method".
         problem: What is unfamiliar.
-
-    Raises:
-        UnfamiliarEngine: The environment names an address.
     """
-    if settings_for(None).address is not None:
-        raise problem
-    log.warning("%s", problem)
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        return
-    init = found.__init__  # type: ignore[misc]
+    log.warning("%s; the tokenizer service cannot be used here: with an address set, start-up fails", problem)
+    module._mimo_tokenizer_problem = problem  # type: ignore[attr-defined]
+    for name in names:
+        owner, _, attribute = f"{module.__name__}.{name}".rpartition(".")
+        holder = module if owner == module.__name__ else getattr(module, owner.rpartition(".")[2], None)
+        found = getattr(holder, attribute, None)
+        if isinstance(found, type):
+            found.__init__ = _guarded(found.__init__, problem)  # type: ignore[misc]
+        elif callable(found):
+            setattr(holder, attribute, _guarded(found, problem))
 
-    @wraps(init)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Only the deploy YAML can name an address here: it comes with the model's config.
-        vllm_config = kwargs.get("vllm_config", args[0] if args else None)
-        model_config = getattr(vllm_config, "model_config", None)
-        if settings_for(getattr(model_config, "hf_config", None)).address is not None:
-            raise problem
-        init(self, *args, **kwargs)
 
-    found.__init__ = guarded  # type: ignore[misc]
+def _guarded(original: Callable[..., Any], problem: UnfamiliarEngine) -> Callable[..., Any]:
+    @wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        address = settings_for(_hf_config_among([*args, *kwargs.values()])).address
+        if address is not None:
+            raise UnfamiliarEngine(
+                f"{problem}, so the tokenizer service at {address} cannot be used: take a version of"
+                " mimo-audio-tokenizer-service made for this engine, or name no address"
+            ) from problem
+        return original(*args, **kwargs)
+
+    return guarded
+
+
+def _hf_config_among(values: Sequence[Any]) -> Any:
+    """Return the model's config that arguments lead to, or the data parser's that is being made, or None."""
+    for value in values:
+        for holder in (value, getattr(value, "ctx", None)):
+            model_config = getattr(holder, "model_config", None)
+            if model_config is not None:
+                return getattr(model_config, "hf_config", None)
+    return hf_config_of_parser.get()
 
 
 def _patch_code2wav(module: ModuleType) -> None:
@@ -67,8 +87,7 @@ def _patch_code2wav(module: ModuleType) -> None:
     try:
         stage = _familiar_stage(module)
     except UnfamiliarEngine as problem:
-        module._mimo_tokenizer_problem = problem  # type: ignore[attr-defined]
-        refuse(module, STAGE_CLASS, problem)
+        refuse(module, (STAGE_CLASS, "get_tokenizer_worker"), problem)
         return
     module.get_tokenizer_worker = _handing_out_ours(module, module.get_tokenizer_worker)  # type: ignore[attr-defined]
     stage.__init__ = _built_on_ours(module, stage.__init__)
@@ -80,10 +99,9 @@ def _patch_code2wav(module: ModuleType) -> None:
 
 def _familiar_stage(module: ModuleType) -> Any:
     """Return the stage's class, if all that is about to be changed or called is as it must be."""
-    from ._worker import require_cache
-
     require(module, "get_tokenizer_worker", ("device", "config_path", "audio_tokenizer_path"))
-    require_cache(module)
+    if not isinstance(getattr(module, "_TOKENIZER_WORKER_CACHE", None), dict):
+        raise unfamiliar(f"{module.__name__}._TOKENIZER_WORKER_CACHE", "a dict")
     require(module, "extract_audio_code_tensor", ("flat_codes", "group_size", "audio_channels", "codes"))
     require(module, "flat_codec_group_element_count", ("group_size", "audio_channels"))
     config = require(module, "MiMoAudioConfig")
@@ -120,7 +138,10 @@ def _names_of(function: Any) -> tuple[str, ...]:
     """Return the names that a function's own code uses, whoever wrapped it."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
-    names: tuple[str, ...] = function.__code__.co_names
+    code = getattr(function, "__code__", None)
+    if code is None:
+        raise unfamiliar(f"{CODE2WAV}.{STAGE_CLASS}.__init__", "a function written in Python")
+    names: tuple[str, ...] = code.co_names
     return names
 
 
@@ -130,6 +151,9 @@ def _names_of(function: Any) -> tuple[str, ...]:
 def _handing_out_ours(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def get_tokenizer_worker(*args: Any, **kwargs: Any) -> Any:
+        # A constructor that asks for ours has loaded it; without an address nothing of the client is.
+        if _WORKER not in sys.modules and settings_for(None).address is None:
+            return original(*args, **kwargs)
         from ._worker import worker_for
 
         worker = worker_for(module)
@@ -174,6 +198,8 @@ def _telling_requests(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ours(stage: Any) -> RemoteTokenizerWorker | None:
     """Return the stage's worker if it is one of ours."""
+    if _WORKER not in sys.modules:
+        return None
     from ._worker import RemoteTokenizerWorker
 
     worker = stage._tokenizer_service
@@ -277,26 +303,37 @@ def _decode_step(
         else:
             result[index] = answer
     if failures:
-        _tell_failures(failures, len(slots))
-        # Raising ends the stage with all its requests: the engine knows no way to fail a slot.
-        if worker.settings.on_failure == "raise":
-            raise failures[0][1]
+        _tell_failures(failures, len(slots), worker)
     return result
 
 
-def _tell_failures(failures: Sequence[tuple[int, TokenizerError]], slots: int) -> None:
-    """Log one line for the slots of a step that could not be decoded."""
+def _tell_failures(failures: Sequence[tuple[int, TokenizerError]], slots: int, worker: RemoteTokenizerWorker) -> None:
+    """Log one line for the slots of a step that could not be decoded, and raise if told to.
+
+    Raises:
+        TokenizerError: The first slot's, which names it as the line does.
+    """
+    from mimo_tokenizer_client import ModelMismatch
+
     ids = _request_ids.get()
+    raising = worker.settings.on_failure == "raise"
     by_reason: dict[str, list[str]] = {}
     for index, error in failures:
         # The call had no items for the slots without codes: its count of them is not the step's.
         reason = re.sub(r"^(item \d+( of the batch)?|items\[\d+\][.\w]*): ", "", str(error))
+        if isinstance(error, ModelMismatch):
+            reason += "; the engine keeps to the model that it started with until it is started again"
         which = f"request {ids[index]}" if ids is not None and len(ids) == slots else f"slot {index}"
         by_reason.setdefault(reason, []).append(which)
+    said = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in by_reason.items())
     log.error(
-        "%d of %d slots of this step could not be decoded and stay silent: %s",
-        len(failures), slots, "; ".join(f"{', '.join(which)}: {reason}" for reason, which in by_reason.items()),
+        "%d of %d slots of this step could not be decoded and %s: %s",
+        len(failures), slots, "the step fails" if raising else "stay silent", said,
     )  # fmt: skip
+    # Raising ends the stage with all its requests: the engine knows no way to fail a slot.
+    if raising:
+        error = failures[0][1]
+        raise type(error)(said, code=error.code, detail=error.detail) from error
 
 
 # ---------------------------------------------------------------- the class around both stages
@@ -309,20 +346,38 @@ def _patch_outer(module: ModuleType) -> None:
         outer = require(module, OUTER_CLASS)
         require(outer, "load_weights", ("weights",))
         require(outer, "__init__", ("vllm_config",))
+        require_ours(home_of_workers(module))
     except UnfamiliarEngine as problem:
-        refuse(module, OUTER_CLASS, problem)
+        refuse(module, (OUTER_CLASS,), problem)
         return
+    outer.__init__ = _asking_for_request_ids(outer.__init__)
     outer.load_weights = _loading_without_a_folder(outer.load_weights)
-    # The runner then tells the ids of a step's requests, for the line about those that could not be decoded.
-    outer.requires_request_ids = True
     log.info("patched %s.%s: needs no folder of a tokenizer where an address is set", OUTER, OUTER_CLASS)
+
+
+def home_of_workers(module: ModuleType) -> ModuleType:
+    """Return the module that makes the workers which `module` uses."""
+    require(module, "get_tokenizer_worker", ("device", "config_path", "audio_tokenizer_path"))
+    return import_module(module.get_tokenizer_worker.__module__)
+
+
+def _asking_for_request_ids(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if settings_for(vllm_config.model_config.hf_config).address is not None:
+            # The runner then tells the ids of a step's requests, for the line about those that could not be decoded.
+            self.requires_request_ids = True
+
+    return __init__
 
 
 def _loading_without_a_folder(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = settings_for(self.vllm_config.model_config.hf_config)
-        if settings.address is None:
+        # A stage without code2wav reads no path, and takes minutes.
+        if settings.address is None or getattr(self, "token2wav", None) is None:
             return original(self, *args, **kwargs)
         from ._worker import remote_worker
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
-from ._code2wav import OUTER, OUTER_CLASS, refuse, require_ours
+from ._code2wav import OUTER, OUTER_CLASS, hf_config_of_parser, home_of_workers, refuse, require_ours
 from ._engine import UnfamiliarEngine, log, once, require
 from ._settings import settings_for
 
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 
 PARSER_CLASS: Final = "MiMoAudioDataParser"
 INFO_CLASS: Final = "MiMoAudioLLMProcessingInfo"
-
-# The config of the model whose parser is being made; the parser itself is told none.
-_hf_config: ContextVar[Any] = ContextVar("mimo_tokenizer_hf_config", default=None)
 
 
 def _patch(module: ModuleType) -> None:
@@ -29,10 +25,10 @@ def _patch(module: ModuleType) -> None:
         require(parser, "__init__", ("target_sr",))
         info = require(module, INFO_CLASS)
         require(info, "get_data_parser")
-        code2wav = _home_of_workers(module)
+        code2wav = home_of_workers(module)
+        require_ours(code2wav)
     except UnfamiliarEngine as problem:
-        # The class whose config, and with it the deploy YAML's address, every stage starts from.
-        refuse(module, OUTER_CLASS, problem)
+        refuse(module, (PARSER_CLASS, f"{INFO_CLASS}.get_data_parser", OUTER_CLASS), problem)
         return
     # Where this module was imported before the plugin, it holds the function as it was.
     module.get_tokenizer_worker = code2wav.get_tokenizer_worker  # type: ignore[attr-defined]
@@ -41,24 +37,14 @@ def _patch(module: ModuleType) -> None:
     log.info("patched %s.%s: encodes through the tokenizer service where an address is set", OUTER, PARSER_CLASS)
 
 
-def _home_of_workers(module: ModuleType) -> ModuleType:
-    """Return the module that makes the workers which `module` uses."""
-    from importlib import import_module
-
-    require(module, "get_tokenizer_worker", ("device", "config_path", "audio_tokenizer_path"))
-    home = import_module(module.get_tokenizer_worker.__module__)
-    require_ours(home)
-    return home
-
-
 def _telling_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def get_data_parser(self: Any) -> Any:
-        token = _hf_config.set(self.ctx.model_config.hf_config)
+        token = hf_config_of_parser.set(self.ctx.model_config.hf_config)
         try:
             return original(self)
         finally:
-            _hf_config.reset(token)
+            hf_config_of_parser.reset(token)
 
     return get_data_parser
 
@@ -66,7 +52,7 @@ def _telling_config(original: Callable[..., Any]) -> Callable[..., Any]:
 def _built_on_ours(code2wav: ModuleType, original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        hf_config = _hf_config.get()
+        hf_config = hf_config_of_parser.get()
         settings = settings_for(hf_config)
         if settings.address is None:
             original(self, *args, **kwargs)

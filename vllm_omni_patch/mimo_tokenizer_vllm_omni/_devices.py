@@ -40,7 +40,7 @@ def _patch(module: ModuleType) -> None:
         # All are looked at before the first is made.
         lacking = [lacks(module) for lacks, _, _ in repairs]
     except UnfamiliarEngine as problem:
-        log.warning("%s", problem)
+        log.warning("%s; the in-process tokenizer's devices are left as they are", problem)
         return
     for lacks, (_, repair, what) in zip(lacking, repairs, strict=True):
         if lacks:

@@ -37,10 +37,7 @@ def unfamiliar(attribute: str, expected: str) -> UnfamiliarEngine:
         attribute: Its full name.
         expected: What it should have been.
     """
-    return UnfamiliarEngine(
-        f"vLLM-Omni {engine_version()}: {attribute} is not {expected}, so the MiMo-Audio tokenizer plugin leaves this"
-        " engine alone; use a version of the plugin made for it, or unset the service's address"
-    )
+    return UnfamiliarEngine(f"vLLM-Omni {engine_version()}: {attribute} is not {expected}")
 
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:

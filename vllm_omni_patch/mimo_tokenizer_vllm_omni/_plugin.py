@@ -11,10 +11,8 @@ def register() -> None:
     """Have the engine's modules changed when they are imported, or now those that are already.
 
     vLLM-Omni calls this in the front end, the engine core and every worker, of other models' engines too; nothing is
-    imported for it. It may be called any number of times.
-
-    Raises:
-        UnfamiliarEngine: The service's address is set, and a module that is already imported is not as it must be.
+    imported for it. It may be called any number of times. Nothing is raised here or by an import: what must not start
+    says so when it is constructed, where the engine shows it to people.
     """
     global _registered
     if _registered:

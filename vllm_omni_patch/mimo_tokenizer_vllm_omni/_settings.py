@@ -69,8 +69,11 @@ def settings_for(hf_config: object | None, environment: Mapping[str, str] = os.e
         ValueError: A value is not allowed, or the two name different addresses.
     """
     said = partial(_said, hf_config, environment)
+    address = _address(said(ADDRESS))
+    if address is None:
+        return Settings()  # the others are about the service
     return Settings(
-        address=_address(said(ADDRESS)),
+        address=address,
         on_failure=_on_failure(said(ON_FAILURE)),
         ready_timeout=_seconds(said(READY_TIMEOUT)) or Settings.ready_timeout,
         request_timeout=_seconds(said(REQUEST_TIMEOUT)),

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from mimo_tokenizer_client import ServerInfo, TokenizerClient, TokenizerError, __version__
+from mimo_tokenizer_client import (
+    InvalidInput,
+    ServerInfo,
+    ServiceUnavailable,
+    TokenizerClient,
+    TokenizerError,
+    TooLarge,
+    __version__,
+)
 
-from ._engine import engine_version, log, unfamiliar
+from ._engine import engine_version, log
 from ._settings import Settings, settings_for
 
 if TYPE_CHECKING:
@@ -28,8 +36,14 @@ if TYPE_CHECKING:
 PATH_VARIABLE: Final = "MIMO_AUDIO_TOKENIZER_PATH"
 DEVICE_VARIABLE: Final = "MIMO_AUDIO_TOKENIZER_DEVICE"
 
+_A_FOLDER: Final = os.path.dirname(os.path.abspath(__file__))
+
 # Of the language model's config, where it names none; the engine's own value.
 _SAMPLE_RATE: Final = 24000
+
+
+# Seconds that a call waits for a service that an earlier call has waited for in vain.
+_AFTER_AN_OUTAGE: Final = 1.0
 
 
 class _RemoteEncoder:
@@ -47,7 +61,7 @@ class _RemoteEncoder:
         Returns:
             float32 (frames, d_model), on the CPU.
         """
-        return _tensor(self._worker.client.decode_vq(codes.detach().cpu().numpy()))
+        return _tensor(self._worker.call("decode_vq", codes.detach().cpu().numpy()))
 
 
 class _RemoteTokenizer:
@@ -82,7 +96,7 @@ class RemoteTokenizerWorker:
 
     Attributes:
         address: Where the service is.
-        client: The connection; every call names the fingerprint that was seen at start-up.
+        fingerprint: Of the model that was seen at start-up; every call names it.
         settings: What the plugin was told when it was made.
         device: "cpu": where the codes and samples that it hands out lie.
         config: The language model's config.
@@ -120,19 +134,52 @@ class RemoteTokenizerWorker:
         _check_fit(self.address, info, config)
         self.sample_rate = info.model.sample_rate
         self.audio_tokenizer = _RemoteTokenizer(self, info)
-        self.client = TokenizerClient(
-            self.address,
-            timeout=settings.request_timeout,
-            unavailable_timeout=settings.unavailable_timeout,
-            fingerprint=info.model.fingerprint,
-            name=name,
-        )
+        self.fingerprint = info.model.fingerprint
+
+        def client(unavailable_timeout: float) -> TokenizerClient:
+            return TokenizerClient(
+                self.address,
+                timeout=settings.request_timeout,
+                unavailable_timeout=unavailable_timeout,
+                fingerprint=self.fingerprint,
+                name=name,
+            )
+
+        self._patient = client(settings.unavailable_timeout)
+        self._impatient = client(min(settings.unavailable_timeout, _AFTER_AN_OUTAGE))
+        self._away = False
         log.info(
             "the MiMo-Audio tokenizer is the service at %s (model %s, fingerprint %s, %s on %s): none is loaded here",
             self.address, info.model.id, info.model.fingerprint, info.device.dtype, info.device.device,
         )  # fmt: skip
         if info.model.random_weights:
             log.warning("the service at %s has random weights: what it returns carries no meaning", self.address)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the client.
+
+        A service that a call has waited for in vain is not waited for as long again by each call that follows, until
+        one has met it: a stage computes one step at a time, and the front end blocks while it encodes.
+
+        Raises:
+            TokenizerError: As the method does.
+        """
+        client = self._impatient if self._away else self._patient
+        try:
+            answer = getattr(client, method)(*args, **kwargs)
+        except ServiceUnavailable:
+            self._away = True
+            raise
+        except TokenizerError:
+            self._away = False
+            raise
+        self._away = False
+        return answer
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._patient.close()
+        self._impatient.close()
 
     def encode(self, audio: tuple[torch.Tensor, int], max_length: float | None = None) -> torch.Tensor:
         """Turn a waveform into codes.
@@ -150,9 +197,12 @@ class RemoteTokenizerWorker:
         samples, sample_rate = audio
         # Integers are taken as they are, as by the in-process worker: not scaled by their type's range.
         samples = samples.detach().to("cpu", torch.float32)
-        codes = self.client.encode(
-            samples.numpy(), int(sample_rate), num_quantizers=self.audio_channels, group_size=self.group_size
-        )
+        wanted = {"num_quantizers": self.audio_channels, "group_size": self.group_size}
+        try:
+            codes = self.call("encode", samples.numpy(), int(sample_rate), **wanted)
+        except TooLarge as error:
+            # The engine answers a ValueError as the caller's fault, which it is.
+            raise InvalidInput(error.message, code=error.code, detail=error.detail) from error
         return torch.from_numpy(codes.astype("int64"))
 
     def encode_wav_base(self, wav: torch.Tensor) -> torch.Tensor:
@@ -171,7 +221,7 @@ class RemoteTokenizerWorker:
         Raises:
             TokenizerError: The service refused it, or was not there in time.
         """
-        return _tensor(self.client.decode(tokens.detach().cpu().numpy()))
+        return _tensor(self.call("decode", tokens.detach().cpu().numpy()))
 
     def decode_batch(
         self, codes: Sequence[torch.Tensor], left_context_frames: Sequence[int]
@@ -186,12 +236,29 @@ class RemoteTokenizerWorker:
             Of each slot, float32 (samples,) on the CPU, or why there are none.
         """
         try:
-            answers = self.client.decode_batch(
-                [item.detach().cpu().numpy() for item in codes], list(left_context_frames), return_errors=True
-            )
+            items = [item.detach().cpu().numpy() for item in codes]
+            answers = self.call("decode_batch", items, list(left_context_frames), return_errors=True)
         except TokenizerError as error:
             return [error] * len(codes)
+        self._away = any(isinstance(answer, ServiceUnavailable) for answer in answers)
         return [answer if isinstance(answer, TokenizerError) else _tensor(answer) for answer in answers]
+
+    def is_as_new(self, settings: Settings, config: Any) -> bool:
+        """Tell whether a worker that was made now would be no other than this one.
+
+        Raises:
+            ServiceUnavailable: The service is not ready in time.
+            ValueError: It can't work with the language model.
+        """
+        if settings != self.settings or (config.group_size, config.audio_channels) != (
+            self.config.group_size,
+            self.config.audio_channels,
+        ):
+            return False
+        self._patient.wait_until_ready(settings.ready_timeout)
+        info = self._patient.info(timeout=settings.ready_timeout)
+        _check_fit(self.address, info, config)
+        return info.model.fingerprint == self.fingerprint
 
     def __getattr__(self, name: str) -> Any:
         """Say why a part of the in-process worker is not here."""
@@ -249,7 +316,10 @@ class _Wanted:
 _wanted: ContextVar[_Wanted | None] = ContextVar("mimo_tokenizer_wanted", default=None)
 _environment = threading.RLock()
 _making = threading.Lock()
+_caches: list[dict[Any, Any]] = []
 _of_the_parent: list[Any] = []
+# What the environment had where `remote_worker` has replaced it.
+_replaced: dict[str, str | None] = {}
 
 
 def language_model_config(module: ModuleType, hf_config: Any) -> Any:
@@ -273,24 +343,36 @@ def remote_worker(settings: Settings, config: Any) -> Iterator[None]:
     front end asks CUDA for a device where MIMO_AUDIO_TOKENIZER_DEVICE names none. While it runs, the one names a folder
     that is always there, and the other the CPU, where a remote worker's answers lie; what the user said is put back.
     """
-    given = {PATH_VARIABLE: os.path.dirname(os.path.abspath(__file__)), DEVICE_VARIABLE: RemoteTokenizerWorker.device}
+    given = {PATH_VARIABLE: _A_FOLDER, DEVICE_VARIABLE: RemoteTokenizerWorker.device}
     with _environment:
-        before = {name: os.environ.get(name) for name in given}
-        os.environ.update(given)
+        outermost = not _replaced
+        if outermost:
+            _replaced.update({name: os.environ.get(name) for name in given})
+            os.environ.update(given)
         token = _wanted.set(_Wanted(settings, config))
         try:
             yield
         finally:
             _wanted.reset(token)
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            if outermost:
+                for name, value in _replaced.items():
+                    _put(name, value)
+                _replaced.clear()
+
+
+def _put(name: str, value: str | None) -> None:
+    """Give a variable of the environment its value back; None: it had none."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def tell_what_is_ignored(settings: Settings) -> None:
     """Say so where the user named a path or a device that an address wins over."""
+    # A process that was started while `remote_worker` was at work in its parent has these of it.
+    if os.environ.get(PATH_VARIABLE) == _A_FOLDER:
+        return
     for name in (PATH_VARIABLE, DEVICE_VARIABLE):
         if os.environ.get(name):
             log.warning(
@@ -301,46 +383,43 @@ def tell_what_is_ignored(settings: Settings) -> None:
 def worker_for(module: ModuleType) -> RemoteTokenizerWorker | None:
     """Return the worker that `get_tokenizer_worker` is to hand out; None: the engine's own.
 
+    One that this process has already is handed out again where it is as a new one would be: told the same, for a
+    language model of the same shape, with the same model in the service.
+
     Args:
         module: The engine's module that has the cache of workers; the address is the key in it.
 
     Raises:
         ServiceUnavailable: The service is not ready in time.
-        ValueError: It can't work with the language model, or this process uses another service, or another language
-            model with the same one.
+        ValueError: It can't work with the language model.
     """
     wanted = _wanted.get()
     settings = settings_for(None) if wanted is None else wanted.settings
     if settings.address is None:
         return None
     config = language_model_config(module, None) if wanted is None else wanted.config
-    workers = module._TOKENIZER_WORKER_CACHE
+    workers = module._TOKENIZER_WORKER_CACHE  # looked up anew: tests and engines replace it
     with _making:
         worker = workers.get(settings.address)
-        if worker is None:
-            others = [address for address in workers if isinstance(address, str)]
-            if others:
-                raise ValueError(
-                    f"this process uses the tokenizer service at {others[0]}; the one at {settings.address} cannot be"
-                    " used beside it: name one address"
-                )
+        if not (isinstance(worker, RemoteTokenizerWorker) and worker.is_as_new(settings, config)):
             worker = workers[settings.address] = RemoteTokenizerWorker(settings, config)
-    assert isinstance(worker, RemoteTokenizerWorker)
-    has, needs = ((c.group_size, c.audio_channels) for c in (worker.config, config))
-    if has != needs:
-        raise ValueError(
-            "two language models in one process, one with group_size {} and {} audio channels, the other with {} and"
-            " {}, cannot share the tokenizer service at {}".format(*has, *needs, settings.address)
-        )
+        if all(known is not workers for known in _caches):
+            _caches.append(workers)
     return worker
 
 
-def require_cache(module: ModuleType) -> None:
-    """Raise UnfamiliarEngine if the module has no cache of workers."""
-    cache = getattr(module, "_TOKENIZER_WORKER_CACHE", None)
-    if not isinstance(cache, dict):
-        raise unfamiliar(f"{module.__name__}._TOKENIZER_WORKER_CACHE", "a dict")
-    # gRPC's threads do not survive a fork: the child connects anew, and closes nothing of the parent's.
-    os.register_at_fork(
-        after_in_child=lambda: _of_the_parent.extend(cache.pop(key) for key in list(cache) if isinstance(key, str))
-    )
+def _after_fork() -> None:
+    """Let a forked child begin anew: gRPC's threads are not there, nor those that may have held a lock.
+
+    What was the parent's is kept, so that nothing of it is closed.
+    """
+    global _environment, _making
+    _environment, _making = threading.RLock(), threading.Lock()
+    for name, value in _replaced.items():
+        _put(name, value)
+    _replaced.clear()
+    for workers in _caches:
+        _of_the_parent.extend(workers.pop(key) for key in list(workers) if isinstance(key, str))
+
+
+os.register_at_fork(after_in_child=_after_fork)
