@@ -126,7 +126,7 @@ def make_parser(small_checkpoint: Path, set_environment: Callable[[Mapping[str, 
 
 @pytest.fixture(autouse=True)
 def own_workers() -> Iterator[None]:
-    """Leaves no worker of a test to the next: a process of the engine keeps to one address for its life."""
+    """Leaves no worker of a test to the next, whose service may be another one at the same address, or none."""
     yield
     module = sys.modules.get(f"{engine_harness.MODELS}.mimo_audio_code2wav")
     workers = {} if module is None else module._TOKENIZER_WORKER_CACHE

@@ -136,9 +136,7 @@ def require_ours(module: ModuleType) -> None:
 
 def _names_of(function: Any) -> tuple[str, ...]:
     """Return the names that a function's own code uses, whoever wrapped it."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         raise unfamiliar(f"{CODE2WAV}.{STAGE_CLASS}.__init__", "a function written in Python")
     names: tuple[str, ...] = code.co_names
