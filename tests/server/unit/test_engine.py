@@ -406,6 +406,41 @@ def test_answers_stand_where_their_work_stood(tiny_engine: Engine) -> None:
         np.testing.assert_array_equal(answer, _answer(tiny_engine, vq_work))
 
 
+@pytest.mark.parametrize("least", [0, 40, 88, 89, 128])
+def test_frames_for_large_enough_products_are_in_no_answer(
+    build: Any, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """As on a GPU in reduced precision."""
+    engine = Engine(TINY)
+    works: list[Work] = [
+        _decode(frames, seed, rows, left=min(frames - 1, seed), int16=seed % 2 == 1)
+        for seed, (frames, rows) in enumerate([(30, 19), (4, 3), (1, 19), (9, 8), (40, 1), (4, 19)])
+    ]
+    expected = [_answer(engine, work) for work in works]
+    monkeypatch.setattr(engine, "_least_frames", least)
+    frames = []
+    decode = engine._model.decode
+
+    def watched(codes: torch.Tensor, spans: Spans, books: list[int]) -> torch.Tensor:
+        frames.append(spans.total)
+        return decode(codes, spans, books)
+
+    monkeypatch.setattr(engine._model, "decode", watched)
+    for one, other in zip(expected, engine.run(works), strict=True):
+        assert isinstance(other, np.ndarray)
+        assert other.dtype == one.dtype
+        assert _snr(one, other) > 90 or (one.dtype == np.int16 and np.abs(one.astype(int) - other).max() <= 1)
+    assert frames == [max(88, least)]
+    sounds: list[Work] = [
+        build.encode_work(build.pcm(24000 * seconds), num_quantizers=9 - seconds) for seconds in (2, 1)
+    ]
+    monkeypatch.setattr(engine, "_least_frames", 0)
+    alone = [_answer(engine, work) for work in sounds]
+    monkeypatch.setattr(engine, "_least_frames", least)
+    for codes, answer in zip(alone, engine.run(sounds), strict=True):
+        np.testing.assert_array_equal(codes, answer)
+
+
 def test_formats_and_left_contexts_in_one_batch(tiny_engine: Engine) -> None:
     works = [
         _decode(frames, frames, rows, left, int16)
