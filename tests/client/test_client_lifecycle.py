@@ -176,9 +176,11 @@ def test_cancelling_a_task_cancels_its_call(rpc: str, serve: Factory) -> None:
 
 
 INTERRUPTED = """
+import signal
 import sys
 import numpy as np
 from mimo_tokenizer_client import TokenizerClient
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell began the tests in the background
 client = TokenizerClient(sys.argv[1])
 try:
     client.encode(np.zeros(int(sys.argv[2])), 8000)
