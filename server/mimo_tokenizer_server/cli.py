@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from mimo_tokenizer_client import ServerInfo, TokenizerClient, TokenizerError
 
+from . import threads
 from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig
 from .model.config import MAX_AUDIO_SECONDS
 
@@ -104,6 +105,12 @@ def cli() -> None:
     help="Of the weights; auto: float32 on cpu, bfloat16 elsewhere. Quantizer and ISTFT are always float32.",
 )
 @_option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    default=None,
+    help="That compute on the CPU.  [default: OMP_NUM_THREADS, or the cores that the process or its container may use]",
+)
+@_option(
     "--address",
     default=DEFAULT_ADDRESS,
     help="Where to listen: unix:///path (for a sidecar; a stale socket is replaced), or host:port. A host that is not"
@@ -171,9 +178,7 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         model = "published"
     elif model in BUILT_IN_MODELS and flags["load_format"] != "dummy" and not Path(model).is_dir():
         raise click.UsageError(f"--model: {model} is a built-in config without weights; add --load-format dummy")
-    # OpenMP's threads spin while they wait for each other, by default. Where others want the same cores, the event loop
-    # for one, a step then takes seconds instead of milliseconds; asleep they lose nothing that can be measured.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    flags["threads"] = threads.prepare(flags["threads"], os.environ)
     # oneDNN keeps what it has made for each shape, a thousand of them by default; here nearly each batch has another.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     config = ServeConfig(model=model, max_message_bytes=max_message_mib * MIB, **flags)

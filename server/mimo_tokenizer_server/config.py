@@ -27,6 +27,7 @@ class ServeConfig:
         seed: of dummy weights.
         device: as `device.resolve` takes it.
         dtype: as `device.dtype_of` takes it.
+        threads: that compute on the CPU; None for what is set already.
         address: "unix:///path" or "host:port".
         socket_mode: permissions of a Unix socket.
         max_message_bytes: of one message, request or answer.
@@ -49,6 +50,7 @@ class ServeConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    threads: int | None = None
     address: str = DEFAULT_ADDRESS
     socket_mode: int = 0o660
     max_message_bytes: int = 64 * MIB

@@ -128,6 +128,8 @@ class Engine:
         started = time.monotonic()
         self._device = devices.resolve(config.device)
         devices.pin(self._device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         if self._device.type == "cuda":
             # Plans for transforms of so many frames are kept outside of PyTorch's memory, by default thousands of them.
             torch.backends.cuda.cufft_plan_cache[self._device].max_size = _FFT_PLANS
@@ -165,6 +167,7 @@ class Engine:
             fingerprint=self.info.fingerprint,
             device=self.info.device,
             dtype=self.info.dtype,
+            threads=torch.get_num_threads(),
             load_seconds=loaded - started,
             warm_up_seconds=time.monotonic() - loaded,
         )

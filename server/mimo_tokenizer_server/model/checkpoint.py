@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -164,7 +163,7 @@ def fill_random(model: MiMoAudioTokenizer, seed: int, prepare_thread: Callable[[
 
 
 def _pool(prepare_thread: Callable[[], None]) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "load", initializer=prepare_thread)
+    return ThreadPoolExecutor(min(8, torch.get_num_threads()), "load", initializer=prepare_thread)
 
 
 def _fingerprint(config: TokenizerConfig, parts: Iterable[bytes]) -> str:
