@@ -28,6 +28,7 @@ from .model import checkpoint
 from .model.config import SEGMENT_MEL_FRAMES, TokenizerConfig, read_json, unknown_fields
 from .model.frontend import Resampler, Segment
 from .model.packing import Spans
+from .model.rows import can_pack, pack
 from .model.tokenizer import MiMoAudioTokenizer
 from .telemetry import log, logger
 from .work import Answer, Cost, DecodeVqWork, DecodeWork, EncodeWork, Kind, Work
@@ -198,6 +199,9 @@ class Engine:
             log(logging.WARNING, "random weights: codes and sound carry no meaning", seed=config.seed)
         else:
             fingerprint = checkpoint.load(model, source.folder, prepare_thread)
+        if can_pack(self._device, dtype):
+            pack(model)
+            memory.release(self._device)
         devices.synchronize(self._device)
         return model, EngineInfo(
             config=model_config,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -170,11 +170,11 @@ class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_iter((args, kwargs)):
-            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in self._seen:
+            if _has_storage(value) and value.untyped_storage().data_ptr() not in self._seen:
                 self._older.add(value.untyped_storage().data_ptr())
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
-            if isinstance(value, Tensor):
+            if _has_storage(value):
                 self._count(value.untyped_storage())
         return result
 
@@ -196,6 +196,11 @@ class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._seen.clear()
+
+
+def _has_storage(value: object) -> TypeGuard[Tensor]:
+    """Not of packed weights, which were there before and of which no view is ever returned."""
+    return isinstance(value, Tensor) and not value.is_mkldnn
 
 
 def keep_allocations_together() -> None:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from mimo_tokenizer_server.model import checkpoint
 from mimo_tokenizer_server.model.packing import Spans
+from mimo_tokenizer_server.model.rows import can_pack, pack
 from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
 
 # Each changes a way in which items could touch each other.
 VARIANTS: dict[str, dict[str, Any]] = {
     "published architecture": {},
+    "weights as on a GPU": {},
     "no pooling": {"avg_pooler": 1},
     "strides of 3": {"stride_size": 3, "decoder_stride_size": 3, "avg_pooler": 3, "kernel_size": 4},
     "long kernels": {"kernel_size": 5, "decoder_kernel_size": 7},
@@ -58,6 +60,8 @@ def model(name: str, tile_rows: int | None = None, dtype: torch.dtype = torch.fl
     with torch.inference_mode(False):
         tokenizer = MiMoAudioTokenizer(tiny_config(**VARIANTS[name]), CPU, dtype, tile_rows=tile_rows)
         checkpoint.fill_random(tokenizer, 0, lambda: None)
+        if name != "weights as on a GPU" and can_pack(CPU, dtype):
+            pack(tokenizer)
         return tokenizer
 
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .config import ConfigError, TokenizerConfig, read_json
+from .rows import Linear
 from .tokenizer import MiMoAudioTokenizer
 from .transformer import Attention
 
@@ -291,4 +292,5 @@ def _stretches(keys: list[str], stored: dict[str, _Stored]) -> list[list[str]]:
 
 def parameter_bytes(model: nn.Module) -> int:
     """Bytes that the weights take on the device."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    packed = sum(module.packed_bytes for module in model.modules() if isinstance(module, Linear))
+    return packed + sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

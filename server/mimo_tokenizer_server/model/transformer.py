@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +14,15 @@ from .attention import AttentionPlan, Reach, attend_piece, has_varlen, rope_tabl
 from .packing import Spans
 from .rows import Activation, Linear, RMSNorm
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
+_TANH_GELU = partial(F.gelu, approximate="tanh")
+# Each with what oneDNN calls it.
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, str]]] = {
+    "gelu": (F.gelu, ("gelu", "none")),
+    "gelu_new": (_TANH_GELU, ("gelu", "tanh")),
+    "gelu_pytorch_tanh": (_TANH_GELU, ("gelu", "tanh")),
+    "relu": (F.relu, ("relu", "")),
+    "silu": (F.silu, ("swish", "")),
+    "swish": (F.silu, ("swish", "")),
 }
 
 # Of one long item, at most so many rows are computed at once, whatever they cost: what lies between a feed-forward's
@@ -48,13 +51,18 @@ class Attention(nn.Module):
         self.dim = dim
         self.heads = heads
         # The rows are those of q_proj, k_proj and v_proj; the published k_proj has no bias, so its part stays zero.
-        self.qkv = Linear(dim, 3 * dim)
+        self.qkv = Linear(dim, 3 * dim, cuts=(dim,))
         self.out_proj = Linear(dim, dim)
 
     def forward(self, x: Tensor, rope: Tensor, plan: AttentionPlan) -> Tensor:
         """Map packed rows (rows, dim) to (rows, dim)."""
-        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)  # each (rows, heads, head_dim)
-        out: Tensor = self.out_proj(plan.attend(rotate(q, rope), rotate(k, rope), v).flatten(1))
+        if self.qkv.packed:
+            q = self.queries(x, rope)
+            k, v = self.keys_and_values(x, rope)
+        else:
+            q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)  # each (rows, heads, head_dim)
+            q, k = rotate(q, rope), rotate(k, rope)
+        out: Tensor = self.out_proj(plan.attend(q, k, v).flatten(1))
         return out
 
     def queries(self, x: Tensor, rope: Tensor) -> Tensor:
@@ -77,7 +85,7 @@ class TransformerLayer(nn.Module):
         self.final_layer_norm = make_norm(norm, dim)
         self.fc1 = Linear(dim, ffn_dim)
         self.fc2 = Linear(ffn_dim, dim)
-        self.activation = Activation(_ACTIVATIONS[activation])
+        self.activation = Activation(*_ACTIVATIONS[activation])
 
     def forward(self, x: Tensor, rope: Tensor, plan: AttentionPlan) -> Tensor:
         """Map packed rows (rows, dim) to (rows, dim)."""
@@ -85,7 +93,7 @@ class TransformerLayer(nn.Module):
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The second half: (rows, dim) to (rows, dim)."""
-        x = x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
+        x = x + self.fc2(self.fc1.activated(self.final_layer_norm(x), self.activation))
         if x.dtype == torch.float16:  # the one supported type whose range a residual stream can leave
             bound = torch.finfo(x.dtype).max - 1000
             x = x.clamp(-bound, bound)

@@ -104,13 +104,13 @@ class Vocoder(Transformer):
         """`forward` for one item, step by step; see `Transformer.layer_steps`."""
         length, head = len(mel), self.head
         x = mel.new_empty(length, self.dim)
-        cost = 2.0 * self.embeddings.weight.numel()
+        cost = self.embeddings.flops(1)
         for start, stop in row_pieces(length, cost, flops):
             x[start:stop] = self.embeddings(mel[start:stop])
             yield (stop - start) * cost
         yield from self.layer_steps(x, flops)
         waves = torch.zeros(length + head.hops - 1, head.hop, dtype=torch.float32, device=x.device)
-        cost = 2.0 * head.out.weight.numel()
+        cost = head.out.flops(1)
         for start, stop in row_pieces(length, cost, flops):
             add_overlapping(waves, start, head.blocks(self.layer_norm(x[start:stop])))
             yield (stop - start) * cost
@@ -121,5 +121,4 @@ class Vocoder(Transformer):
 
     def flops(self, length: int) -> float:
         """Floating-point operations of one item: linear layers and attention."""
-        ends = 2.0 * length * (self.embeddings.weight.numel() + self.head.out.weight.numel())
-        return ends + self.layer_flops(length)
+        return self.embeddings.flops(length) + self.head.out.flops(length) + self.layer_flops(length)

@@ -11,7 +11,17 @@ from model_helpers import CPU
 from torch import nn
 
 from mimo_tokenizer_server.model.packing import Spans, item_windows, overlap_add, tree_sum, windows
-from mimo_tokenizer_server.model.rows import Conv1d, Linear, RMSNorm, by_tiles, set_tile_rows
+from mimo_tokenizer_server.model.rows import (
+    Activation,
+    Conv1d,
+    Linear,
+    RMSNorm,
+    by_tiles,
+    can_pack,
+    pack,
+    set_tile_rows,
+)
+from mimo_tokenizer_server.model.transformer import _ACTIVATIONS
 
 _LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
@@ -155,3 +165,43 @@ def test_columns_of_a_linear_layer() -> None:
     for tile_rows in (None, 4):
         layer.tile_rows = tile_rows
         torch.testing.assert_close(layer.columns(x, 2, 7), layer(x)[:, 2:7])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, 64])
+def test_a_packed_layer_answers_as_before(rows: int, bias: bool) -> None:
+    assert can_pack(torch.device("cpu"), torch.float32)
+    layer = Linear(40, 96, bias, cuts=(32, 64)).requires_grad_(False)
+    x = torch.randn(rows, 40)
+    expected = layer(x)
+    pack(layer)
+    assert layer.weight.numel() == 0
+    assert layer.packed_bytes >= 40 * 96 * 4
+    torch.testing.assert_close(layer(x), expected)
+    for first, stop in ((0, 32), (32, 64), (64, 96)):
+        torch.testing.assert_close(layer.columns(x, first, stop), expected[:, first:stop])
+    with pytest.raises(ValueError, match="not in list"):
+        layer.columns(x, 0, 40)
+
+
+@pytest.mark.parametrize("name", sorted(_ACTIVATIONS))
+def test_an_activation_within_a_packed_product(name: str) -> None:
+    activation = Activation(*_ACTIVATIONS[name])
+    layer = Linear(40, 96).requires_grad_(False)
+    x = 3 * torch.randn(9, 40)
+    expected = activation(layer(x))
+    torch.testing.assert_close(layer.activated(x, activation), expected)
+    pack(layer)
+    torch.testing.assert_close(layer.activated(x, activation), expected)
+    torch.testing.assert_close(layer.activated(x, Activation(activation.function)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_only_float32_on_the_cpu_is_packed(dtype: torch.dtype) -> None:
+    assert not can_pack(torch.device("cpu"), dtype)
+    assert not can_pack(torch.device("cuda"), torch.float32)
+
+
+def test_a_pytorch_without_packed_products_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    assert not can_pack(torch.device("cpu"), torch.float32)
