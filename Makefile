@@ -11,9 +11,12 @@ ENGINE ?= 0.30.0 0.28.0
 
 bin = $(VENV)/bin
 reference = .cache/reference
+# For the benchmark: the folder of another unpacked wheel; flags of benchmarks/published.py.
+REFERENCE ?= $(reference)
+BENCH_ARGS ?=
 engine = .cache/engine
 
-.PHONY: demo test test-robustness test-gpu test-engine $(ENGINE:%=test-engine-%) lint format stubs reference clean
+.PHONY: demo test test-robustness test-gpu test-engine $(ENGINE:%=test-engine-%) bench lint format stubs reference clean
 
 demo: $(VENV)/.server
 	$(bin)/python scripts/demo.py --device '$(DEVICE)' $(if $(MODEL),--model '$(MODEL)') $(if $(WAV),--wav '$(WAV)')
@@ -37,6 +40,10 @@ test-engine: $(ENGINE:%=test-engine-%)
 $(ENGINE:%=test-engine-%): test-engine-%: $(engine)/.packages $(engine)/%/.installed $(VENV)/.test $(reference)/.unpacked
 	PYTHONPATH='$(abspath $(engine))/$*' MIMO_TEST_ENGINE='$*' MIMO_TEST_SERVER_PYTHON='$(abspath $(bin))/python' \
 		PYTHONDONTWRITEBYTECODE= $(engine)/bin/python -m pytest tests/vllm_omni_patch -p no:cacheprovider $(PYTEST_ARGS)
+
+# Beside the reference at the published size: half an hour; BENCH_ARGS='--only decode-280,encode-4' for some of it.
+bench: $(VENV)/.test $(if $(filter $(reference),$(REFERENCE)),$(reference)/.unpacked)
+	$(bin)/python benchmarks/published.py --device '$(DEVICE)' --reference '$(REFERENCE)' $(BENCH_ARGS)
 
 lint: $(VENV)/.lint
 	$(bin)/ruff check .
