@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -58,6 +59,7 @@ class Reach:
         self.full = self.left == self.right == last
         # Whether rows see all of their past, and all of their future or nothing of it.
         self.whole = self.left == last and self.right in (0, last)
+        self.causal = self.left == last and self.right == 0
         self.band = not self.whole and self.left + self.right <= _WIDEST_BAND
 
     def seen(self, start: int, stop: int) -> int:
@@ -192,6 +194,8 @@ def attend_piece(q: Tensor, k: Tensor, v: Tensor, start: int, reach: Reach) -> T
         # Only what is seen is given: a value that is no number would show even where it weighs nothing.
         item = torch.zeros(high - low, dtype=torch.int64, device=q.device)
         return _Band(reach, item, start - low, stop - low).attend(q, k[low:high], v[low:high])
+    if reach.causal and _has_logsumexp(q.device):
+        return _attend_past(q, k[:stop], v[:stop], start)
     mask: Tensor | None = None
     if not reach.full:
         key = torch.arange(low, high, device=q.device)
@@ -200,6 +204,48 @@ def attend_piece(q: Tensor, k: Tensor, v: Tensor, start: int, reach: Reach) -> T
     queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k[low:high], v[low:high]))
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     return out.squeeze(0).transpose(0, 1)
+
+
+def needs_mask(reach: Reach, head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `attend_piece` makes a mask of (rows, keys)."""
+    without = reach.full or reach.band or (reach.causal and _has_logsumexp(device))
+    return not (without or has_varlen(head_dim, device, dtype))
+
+
+def _attend_past(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Attention of rows to themselves and to all before them: to either part without a mask, put together after.
+
+    Softmax over both is the sum of the parts' own, weighted by their shares of its denominator (as in Flash Attention,
+    arXiv 2205.14135, section 3.1): of two logsumexps the share is the sigmoid of their difference.
+
+    Args:
+        q: (rows, heads, head_dim).
+        k: (start + rows, heads, head_dim).
+        v: as `k`.
+        start: rows before them.
+
+    Returns:
+        (rows, heads, head_dim).
+    """
+    queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, ..., head_dim)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, own = flash(queries, keys[:, :, start:], values[:, :, start:], is_causal=True)
+    if start:
+        past, before = flash(queries, keys[:, :, :start], values[:, :, :start])
+        out = torch.lerp(out.float(), past.float(), torch.sigmoid(before - own).unsqueeze(-1)).to(q.dtype)
+    answer: Tensor = out.squeeze(0).transpose(0, 1)
+    return answer
+
+
+@cache
+def _has_logsumexp(device: torch.device) -> bool:
+    """Whether attention on this device also gives its logsumexps, (1, heads, rows), under a name nobody promises."""
+    flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if device.type != "cpu" or flash is None:
+        return False
+    x = torch.zeros(1, 2, 3, 8, device=device)
+    _, logsumexp = flash(x, x, x)
+    return bool(logsumexp.shape == (1, 2, 3))
 
 
 class _Band:

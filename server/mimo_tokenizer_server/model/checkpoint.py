@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,9 @@ def locate(model: str, revision: str | None, *, weights: bool = True) -> Source:
     return Source(Path(snapshot), model, Path(snapshot).name)
 
 
-def load(model: MiMoAudioTokenizer, folder: Path, prepare_thread: Callable[[], None]) -> str:
+def load(
+    model: MiMoAudioTokenizer, folder: Path, prepare_thread: Callable[[], None], packed: Collection[Linear] = ()
+) -> str:
     """Fill `model` with the checkpoint in `folder`.
 
     Each tensor is read once, hashed, and copied to its place; no second copy of the whole is ever made.
@@ -88,6 +90,7 @@ def load(model: MiMoAudioTokenizer, folder: Path, prepare_thread: Callable[[], N
         model: uninitialized, on its device.
         folder: holds `model.safetensors`, or `model.safetensors.index.json` and the shards it names.
         prepare_thread: run in each thread that touches the device.
+        packed: of its layers, those whose weights are to be packed, straight from the files.
 
     Returns:
         The fingerprint: a hash of the config and of the weights' names, shapes, types and bytes. It does not depend on
@@ -98,6 +101,7 @@ def load(model: MiMoAudioTokenizer, folder: Path, prepare_thread: Callable[[], N
             error for all of them.
     """
     targets = _targets(model)
+    parts = _packed_parts(model, packed)
     stored = _read_headers(folder)
     _check_keys(targets, _training_shapes(model.config), stored)
 
@@ -110,7 +114,11 @@ def load(model: MiMoAudioTokenizer, folder: Path, prepare_thread: Callable[[], N
                 entry = stored[key]
                 digest = hashlib.sha256(f"{key} {entry.dtype} {entry.shape} ".encode())
                 digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-                targets[key].copy_(tensor)
+                if key in parts:
+                    layer, first = parts[key]
+                    layer.pack_part(first, tensor)
+                else:
+                    targets[key].copy_(tensor)
                 digests[key] = digest.digest()
         return digests
 
@@ -194,6 +202,19 @@ def _targets(model: MiMoAudioTokenizer) -> dict[str, Tensor]:
         name = re.sub(r"quantizer\.codebooks\.(\d+)", r"quantizer.vq.layers.\1._codebook.embed", name)
         published[name.replace("head.window", "head.istft.window")] = target
     return published
+
+
+def _packed_parts(model: MiMoAudioTokenizer, packed: Collection[Linear]) -> dict[str, tuple[Linear, int]]:
+    """The layer that each published key goes to if that is to be packed, and the row that it begins at."""
+    parts: dict[str, tuple[Linear, int]] = {}
+    chosen = set(packed)
+    for path, module in model.named_modules():
+        if isinstance(module, Attention) and module.qkv in chosen:
+            for number, name in enumerate("qkv"):
+                parts[f"{path}.{name}_proj.weight"] = (module.qkv, number * module.dim)
+        elif isinstance(module, Linear) and module in chosen and not path.endswith(".qkv"):
+            parts[f"{path}.weight"] = (module, 0)
+    return parts
 
 
 def _training_shapes(config: TokenizerConfig) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,51 +73,116 @@ class Activation(RowWise):
         return by_tiles(self.function, x, self.tile_rows)
 
 
-class Linear(RowWise, nn.Linear):
-    """A linear layer, whose weight can be packed: brought into the order in which oneDNN reads it.
+class Product(Protocol):
+    """A linear layer's weight in a library's own order, with its bias."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the weight takes."""
+
+    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        """Map (rows, in) to (rows, out), and that by `activation`."""
+
+
+class Float32Product:
+    """A weight in the order in which oneDNN reads it.
 
     A library otherwise does that in each call, which takes a tenth of the time of a call of some hundred rows and half
     of it for a few. On the processors that were tried, a packed product's rows do not depend on how many there are.
+
+    Args:
+        weight: float32 (out, in).
+        bias: (out,).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._bias = bias
+
+    @property
+    def nbytes(self) -> int:
+        """What the weight takes."""
+        return self._weight.numel() * self._weight.element_size()
+
+    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        """Map (rows, in) to (rows, out), and that by `activation`."""
+        fused = activation.fused if activation is not None else None
+        name, variant = fused or ("none", "")
+        # For a single row oneDNN sums in another order.
+        rows = torch.cat((x, torch.zeros_like(x))) if len(x) == 1 else x
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, name, [], variant)
+        out = out[: len(x)]
+        return out if activation is None or fused is not None else activation(out)
+
+
+class Linear(RowWise, nn.Linear):
+    """A linear layer, whose weight can be replaced by products that libraries compute faster.
+
+    Args:
+        in_features: columns of its input.
+        out_features: columns of its answer.
+        bias: whether it adds one.
+        cuts: columns of the answer at which one product ends and the next begins.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, cuts: tuple[int, ...] = ()) -> None:
         super().__init__(in_features, out_features, bias)
-        self._bounds = (0, *cuts, out_features)
-        self._packed: list[Tensor] = []
+        self._parts = tuple(pairwise((0, *cuts, out_features)))
+        self._by_part: dict[tuple[int, int], Product] = {}
 
-    def pack(self) -> None:
-        """Replace the weight by its packed form, in parts that end at the cuts."""
-        bias = self.bias
-        for first, stop in pairwise(self._bounds):
-            part = self.weight.data[first:stop].contiguous()
-            self._packed.append(torch.ops.mkldnn._reorder_linear_weight(part, None))
-            del part
-        self._biases = [None if bias is None else bias.data[first:stop] for first, stop in pairwise(self._bounds)]
-        self.weight.data = self.weight.data.new_empty(0)
+    def pack(self, make: Callable[[Tensor, Tensor | None], Product] = Float32Product) -> None:
+        """Replace the weight by products, one for each part between the cuts.
+
+        Args:
+            make: makes one of a part's weight (rows, in) and bias (rows,).
+        """
+        for first, stop in self._parts:
+            self.pack_part(first, self.weight.data[first:stop], make)
+
+    def pack_part(
+        self, first: int, weight: Tensor, make: Callable[[Tensor, Tensor | None], Product] = Float32Product
+    ) -> None:
+        """Make one of the products, of a weight from elsewhere; after the last of them the layer's own is let go of.
+
+        Args:
+            first: the cut, or 0, that the part begins at.
+            weight: (rows up to the next cut, in).
+            make: as for `pack`.
+        """
+        part = next(part for part in self._parts if part[0] == first)
+        bias = None if self.bias is None else self.bias.data[slice(*part)]
+        self._by_part[part] = make(weight.to(self.weight.dtype).contiguous(), bias)
+        if self.packed:
+            self.weight.data = self.weight.data.new_empty(0)
 
     @property
     def packed(self) -> bool:
-        """Whether `pack` has been called."""
-        return bool(self._packed)
+        """Whether all of the products are there."""
+        return len(self._by_part) == len(self._parts)
+
+    @property
+    def _products(self) -> list[Product]:
+        """In the order of their columns; none where the weight is still needed."""
+        return [self._by_part[part] for part in self._parts] if self.packed else []
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, in) to (rows, out)."""
-        if not self._packed:
+        if not self.packed:
             return super().forward(x)
-        parts = [self._product(part, x) for part in range(len(self._packed))]
+        parts = [product(x) for product in self._products]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         """`activation` of the answer: (rows, in) to (rows, out)."""
-        if len(self._packed) == 1 and activation.fused is not None:
-            return self._product(0, x, *activation.fused)
+        if len(products := self._products) == 1:
+            return products[0](x, activation)
         answer: Tensor = activation(self(x))
         return answer
 
     def columns(self, x: Tensor, first: int, stop: int) -> Tensor:
         """The answer's columns from a cut (or 0) to the next (or the end): (rows, in) to (rows, stop - first)."""
-        if self._packed:
-            return self._product(list(pairwise(self._bounds)).index((first, stop)), x)
+        if self.packed:
+            return self._by_part[first, stop](x)
         weight, bias = self.weight[first:stop], self.bias[first:stop]
         return by_tiles(lambda tile: nn.functional.linear(tile, weight, bias), x, self.tile_rows)
 
@@ -126,16 +192,8 @@ class Linear(RowWise, nn.Linear):
 
     @property
     def packed_bytes(self) -> int:
-        """What the packed weight takes."""
-        return sum(part.numel() * part.element_size() for part in self._packed)
-
-    def _product(self, part: int, x: Tensor, activation: str = "none", variant: str = "") -> Tensor:
-        # For a single row oneDNN sums in another order.
-        rows = torch.cat((x, torch.zeros_like(x))) if len(x) == 1 else x
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._packed[part], self._biases[part], activation, [], variant
-        )
-        return out[: len(x)]
+        """What the products' weights take."""
+        return sum(product.nbytes for product in self._products)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -145,11 +203,16 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return known and device.type == "cpu" and dtype == torch.float32
 
 
-def pack(model: nn.Module) -> None:
-    """Pack all linear layers within `model`, one after the other: there is never more than one weight twice."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+def linear_layers(model: nn.Module) -> list[Linear]:
+    """All within `model`."""
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def pack(model: nn.Module, make: Callable[[Tensor, Tensor | None], Product] = Float32Product) -> None:
+    """Pack the linear layers within `model` that are not yet, one by one: there is never more than one weight twice."""
+    for layer in linear_layers(model):
+        if not layer.packed:
+            layer.pack(make)
 
 
 class RMSNorm(RowWise, nn.RMSNorm):

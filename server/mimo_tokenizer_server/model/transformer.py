@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import AttentionPlan, Reach, attend_piece, has_varlen, rope_table, rotate
+from .attention import AttentionPlan, Reach, attend_piece, needs_mask, rope_table, rotate
 from .packing import Spans
 from .rows import Activation, Linear, RMSNorm
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.dim = dim
         self.heads = heads
         # The rows are those of q_proj, k_proj and v_proj; the published k_proj has no bias, so its part stays zero.
-        self.qkv = Linear(dim, 3 * dim, cuts=(dim,))
+        self.qkv = Linear(dim, 3 * dim, cuts=(dim, 2 * dim))
         self.out_proj = Linear(dim, dim)
 
     def forward(self, x: Tensor, rope: Tensor, plan: AttentionPlan) -> Tensor:
@@ -71,7 +71,11 @@ class Attention(nn.Module):
 
     def keys_and_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Map (rows, dim) to two of (rows, heads, head_dim)."""
-        k, v = self.qkv.columns(x, self.dim, 3 * self.dim).view(len(x), 2, self.heads, -1).unbind(1)
+        if self.qkv.packed:
+            parts = (self.qkv.columns(x, part * self.dim, (part + 1) * self.dim) for part in (1, 2))
+            k, v = (part.view(len(x), self.heads, -1) for part in parts)
+        else:
+            k, v = self.qkv.columns(x, self.dim, 3 * self.dim).view(len(x), 2, self.heads, -1).unbind(1)
         return rotate(k, rope), v
 
 
@@ -193,12 +197,11 @@ class Transformer(nn.Module):
     ) -> Generator[float, None, None]:
         assert isinstance(layer, TransformerLayer)
         attention, length = layer.self_attn, len(x)
-        masked = not (reach.full or reach.band or has_varlen(self.head_dim, x.device, x.dtype))
         # Keys and values run ahead of the rows that see them: a row that has been replaced has given its own.
         pending = row_pieces(length, self._key_value_flops, flops)
         filled = start = 0
         while start < length:
-            stop = start + self._rows_within(start, reach, flops, masked)
+            stop = start + self._rows_within(start, reach, flops, x)
             while filled < reach.keys(start, stop)[1]:
                 first, filled = next(pending)
                 ahead = slice(first, filled)
@@ -208,30 +211,55 @@ class Transformer(nn.Module):
                 yield (filled - first) * self._key_value_flops
             rows = slice(start, stop)
             queries = attention.queries(layer.self_attn_layer_norm(x[rows]), rope[:, rows])
-            attended = attend_piece(queries, keys, values, start, reach).flatten(1)
-            x[rows] = layer.feed_forward(x[rows] + attention.out_proj(attended))
-            yield self._piece_flops(start, stop, reach)
+            yield (stop - start) * self._query_flops
+            attended = torch.empty_like(queries)
+            of_head = self._attention_flops(start, stop, reach) / self.heads
+            for first, last in row_pieces(self.heads, of_head, flops):
+                heads = (slice(None), slice(first, last))
+                attended[heads] = attend_piece(queries[heads], keys[heads], values[heads], start, reach)
+                yield (last - first) * of_head
+            for first, last in row_pieces(stop - start, self._rest_flops, flops):
+                rows = slice(start + first, start + last)
+                x[rows] = layer.feed_forward(x[rows] + attention.out_proj(attended[first:last].flatten(1)))
+                yield (last - first) * self._rest_flops
             start = stop
+
+    # Floating-point operations of a layer's parts, for one row where nothing else is said.
 
     @property
     def _key_value_flops(self) -> float:
         return 4.0 * self.dim**2
 
-    def _piece_flops(self, start: int, stop: int, reach: Reach) -> float:
-        """Of a layer, for the rows from `start` to `stop`, but for their keys and values."""
-        products = 4.0 * self.dim * (self.dim + self.ffn_dim)
-        return (stop - start) * products + 4.0 * self.dim * reach.seen(start, stop)
+    @property
+    def _query_flops(self) -> float:
+        return 2.0 * self.dim**2
 
-    def _rows_within(self, start: int, reach: Reach, flops: float, masked: bool) -> int:
-        """Rows from `start` on that cost at most `flops`, and whose mask is small; at least one."""
+    @property
+    def _rest_flops(self) -> float:
+        """Of what comes after attention."""
+        return 2.0 * self.dim * (self.dim + 2 * self.ffn_dim)
+
+    def _attention_flops(self, start: int, stop: int, reach: Reach) -> float:
+        """Of attention, for the rows from `start` to `stop`."""
+        return 4.0 * self.dim * reach.seen(start, stop)
+
+    def _rows_within(self, start: int, reach: Reach, flops: float, x: Tensor) -> int:
+        """Rows from `start` on that attend at once; at least one.
+
+        Their queries, and of one head the attention, cost at most `flops`, and their mask is small.
+        """
         most = min(_MOST_ROWS, reach.length - start)
-        if masked:
+        if needs_mask(reach, self.head_dim, x.device, x.dtype):
             low, high = reach.keys(start, start + most)
             most = max(1, min(most, _MOST_MASK // (high - low)))
-        return max(1, bisect_right(range(1, most + 1), flops, key=lambda n: self._piece_flops(start, start + n, reach)))
+
+        def cost(rows: int) -> float:
+            return max(rows * self._query_flops, self._attention_flops(start, start + rows, reach) / self.heads)
+
+        return max(1, bisect_right(range(1, most + 1), flops, key=cost))
 
     def layer_flops(self, length: int) -> float:
         """Floating-point operations of all layers for one item: linear layers, and attention to what is seen."""
-        of_layer = length * self._key_value_flops
-        of_layer += self._piece_flops(0, length, Reach(length, self.window, self.causal))
+        of_layer = length * (self._key_value_flops + self._query_flops + self._rest_flops)
+        of_layer += self._attention_flops(0, length, Reach(length, self.window, self.causal))
         return len(self.layers) * of_layer

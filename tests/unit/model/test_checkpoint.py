@@ -30,6 +30,7 @@ from mimo_tokenizer_server.model import checkpoint
 from mimo_tokenizer_server.model.checkpoint import CheckpointError, locate
 from mimo_tokenizer_server.model.config import TokenizerConfig
 from mimo_tokenizer_server.model.packing import Spans
+from mimo_tokenizer_server.model.rows import linear_layers, pack
 from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
 
 _Q_PROJ = "encoder.layers.1.self_attn.q_proj.weight"
@@ -94,6 +95,24 @@ def test_stored_types_become_float32(stored: torch.dtype, tmp_path: Path) -> Non
     expected, _ = load(config, write_checkpoint(tmp_path / "float32", as_float32))
     assert {p.dtype for p in tokenizer.parameters()} == {torch.float32}
     assert _same_weights(tokenizer, expected)
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_packed_as_they_are_read(stored: torch.dtype, tmp_path: Path) -> None:
+    """As if read first and packed then; whichever layers are meant."""
+    config = tiny_config()
+    folder = write_checkpoint(tmp_path, {key: weight.to(stored) for key, weight in random_weights(config).items()})
+    expected, fingerprint = load(config, folder)
+    pack(expected)
+    for of in ("decoder", "encoder", "decoder.vocoder", ""):
+        tokenizer = MiMoAudioTokenizer(config, CPU, torch.float32)
+        chosen = linear_layers(tokenizer.get_submodule(of))
+        assert checkpoint.load(tokenizer, folder, lambda: None, chosen) == fingerprint
+        assert all(layer.packed == (layer in chosen) for layer in linear_layers(tokenizer))
+        pack(tokenizer)
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(_answers(tokenizer), _answers(expected), strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -530,14 +549,15 @@ def test_a_hub_out_of_reach(tmp_path: Path) -> None:
 # Memory.
 
 _MEMORY_SCRIPT = """
-import json, os, sys
-os.cpu_count = lambda: 8  # as many threads as load on a large machine
+import json, sys
 from pathlib import Path
 import torch
+torch.set_num_threads(8)  # as many as load on a large machine
 from safetensors.torch import save_file
 sys.path.insert(0, sys.argv[1])
 from model_helpers import CPU, load, published_shapes, tiny_config
 from mimo_tokenizer_server.model import checkpoint
+from mimo_tokenizer_server.model.rows import linear_layers
 from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
 
 def status(name):
@@ -555,6 +575,8 @@ else:
     tokenizer = MiMoAudioTokenizer(config, CPU, getattr(torch, sys.argv[4]))
     if sys.argv[2] == "load":
         checkpoint.load(tokenizer, folder, lambda: None)
+    elif sys.argv[2] == "pack":
+        checkpoint.load(tokenizer, folder, lambda: None, linear_layers(tokenizer))
     else:
         checkpoint.fill_random(tokenizer, 0, lambda: None)
     print(json.dumps([status("VmHWM") - before, checkpoint.parameter_bytes(tokenizer)]))
@@ -577,7 +599,8 @@ def test_loading_takes_no_second_copy(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     try:
         assert path.stat().st_size > 400 << 20
-        for kind, dtype in (("load", "float32"), ("load", "bfloat16"), ("random", "bfloat16")):
+        kinds = (("load", "float32"), ("pack", "float32"), ("load", "bfloat16"), ("random", "bfloat16"))
+        for kind, dtype in kinds:
             grown, weights = json.loads(_in_own_process(kind, str(tmp_path), dtype))
             assert weights > 200 << 20
             assert grown <= weights + (250 << 20), f"{kind}, {dtype}: {grown >> 20} MiB for {weights >> 20} MiB"
