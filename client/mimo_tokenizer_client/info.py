@@ -53,10 +53,15 @@ class DeviceInfo:
         device: With its index, as "cpu" or "cuda:1".
         name: What the device calls itself.
         dtype: Of the weights, except for the quantizer's: "float32" or "bfloat16".
-        quantization: "none" where the weights are used as they are.
+        quantization: "none" where the weights are used as they are; "int8" where those of the decoder's linear layers
+            are quantized, so that answers are no longer exact.
         memory_total: Bytes; 0 where the device does not tell.
         memory_allocated: Bytes; 0 where the device does not tell.
         batch_invariant: True if an answer is the same bits in every batch, not only as exact.
+        decode_snr_db: Of decoded sound against the weights as they are, in dB, measured by the server at its start on
+            a built-in signal; None where nothing is quantized.
+        equal_codes: Share of encoded codes that are the same as with the weights as they are, likewise.
+        encoder_quantized: True if the encoder's linear layers are quantized, too.
     """
 
     device: str
@@ -66,6 +71,9 @@ class DeviceInfo:
     memory_total: int
     memory_allocated: int
     batch_invariant: bool
+    decode_snr_db: float | None
+    equal_codes: float | None
+    encoder_quantized: bool
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,11 @@ class ServerInfo:
 
 
 def _plain(cls: type[_T], message: Any) -> _T:
-    """Copy the fields of a message into the dataclass that has the same ones."""
-    values = {field.name: getattr(message, field.name) for field in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: tuple(v) if hasattr(v, "append") else v for name, v in values.items()})
+    """Copy the fields of a message into the dataclass that has the same ones; absent optional ones are None."""
+    values: dict[str, Any] = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        value = getattr(message, field.name)
+        if message.DESCRIPTOR.fields_by_name[field.name].has_presence and not message.HasField(field.name):
+            value = None
+        values[field.name] = tuple(value) if hasattr(value, "append") else value
+    return cls(**values)

@@ -105,6 +105,18 @@ def cli() -> None:
     help="Of the weights; auto: float32 on cpu, bfloat16 elsewhere. Quantizer and ISTFT are always float32.",
 )
 @_option(
+    "--quantize",
+    type=click.Choice(["none", "int8"]),
+    default="none",
+    help="int8: faster and smaller, but no longer exact; for float32 on cpu. Of the decoder's linear layers; what it"
+    " costs is measured at start, logged, and told by info.",
+)
+@_option(
+    "--quantize-encoder",
+    is_flag=True,
+    help="With --quantize int8: the encoder's linear layers, too. Changes codes.",
+)
+@_option(
     "--threads",
     type=click.IntRange(1, 1024),
     default=None,
@@ -178,6 +190,8 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         model = "published"
     elif model in BUILT_IN_MODELS and flags["load_format"] != "dummy" and not Path(model).is_dir():
         raise click.UsageError(f"--model: {model} is a built-in config without weights; add --load-format dummy")
+    if flags["quantize_encoder"] and flags["quantize"] == "none":
+        raise click.UsageError("--quantize-encoder goes with --quantize int8")
     flags["threads"] = threads.prepare(flags["threads"], os.environ)
     # oneDNN keeps what it has made for each shape, a thousand of them by default; here nearly each batch has another.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
@@ -193,20 +207,25 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         ) from None
     except (ImportError, OSError, RuntimeError) as error:
         raise click.ClickException(_broken_pair(error)) from None
-    from .device import DeviceError, pin, resolve
+    from .device import DeviceError, dtype_of, pin, resolve
     from .memory import MemoryLimitError, parse_limit
     from .model.checkpoint import CheckpointError
     from .model.config import ConfigError
+    from .model.int8 import QuantizeError, check
 
     try:
         device = resolve(config.device)
         if config.device_memory_limit is not None:
             pin(device)  # to ask a device for its memory makes a context, which is to be on no other
             parse_limit(config.device_memory_limit, device)
+        if config.quantize == "int8":
+            check(device, dtype_of(config.dtype, device))
     except DeviceError as error:
         raise click.UsageError(f"--device: {error}") from None
     except MemoryLimitError as error:
         raise click.UsageError(f"--device-memory-limit: {error}") from None
+    except QuantizeError as error:
+        raise click.UsageError(f"--quantize: {error}") from None
     from .address import AddressError
     from .server import serve as run
 

@@ -27,6 +27,8 @@ class ServeConfig:
         seed: of dummy weights.
         device: as `device.resolve` takes it.
         dtype: as `device.dtype_of` takes it.
+        quantize: "none", or "int8" for the linear layers of the decoder's transformer.
+        quantize_encoder: whether those of the encoder's are quantized, too.
         threads: that compute on the CPU; None for what is set already.
         address: "unix:///path" or "host:port".
         socket_mode: permissions of a Unix socket.
@@ -50,6 +52,8 @@ class ServeConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = "none"
+    quantize_encoder: bool = False
     threads: int | None = None
     address: str = DEFAULT_ADDRESS
     socket_mode: int = 0o660

@@ -24,11 +24,11 @@ from . import memory
 from .config import BUILT_IN_MODELS, ServeConfig
 from .errors import Reason, RequestError
 from .memory import Division, MemoryLimitError, mib
-from .model import checkpoint
+from .model import checkpoint, int8
 from .model.config import SEGMENT_MEL_FRAMES, TokenizerConfig, read_json, unknown_fields
 from .model.frontend import Resampler, Segment
 from .model.packing import Spans
-from .model.rows import can_pack, pack
+from .model.rows import can_pack, linear_layers, pack
 from .model.tokenizer import MiMoAudioTokenizer
 from .telemetry import log, logger
 from .work import Answer, Cost, DecodeVqWork, DecodeWork, EncodeWork, Kind, Work
@@ -93,6 +93,8 @@ class EngineInfo:
     device_name: str
     memory_total: int
     dtype: str
+    quantization: str
+    loss: int8.Loss | None
     batch_invariant: bool
     max_batch_frames: int
     memory: Division
@@ -122,7 +124,7 @@ class Engine:
         config: what to load, and where.
 
     Raises:
-        DeviceError, ConfigError, CheckpointError, MemoryLimitError: with the sentence to show.
+        DeviceError, QuantizeError, ConfigError, CheckpointError, MemoryLimitError: with the sentence to show.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -175,6 +177,8 @@ class Engine:
 
     def _load(self, config: ServeConfig) -> tuple[MiMoAudioTokenizer, EngineInfo]:
         dtype = devices.dtype_of(config.dtype, self._device)
+        if config.quantize == "int8":
+            int8.check(self._device, dtype)
         dummy = config.load_format == "dummy"
         if dummy and config.model in BUILT_IN_MODELS:
             source = checkpoint.Source(BUILT_IN_MODELS[config.model].parent, config.model, "")
@@ -198,7 +202,21 @@ class Engine:
             fingerprint = checkpoint.fill_random(model, config.seed, prepare_thread)
             log(logging.WARNING, "random weights: codes and sound carry no meaning", seed=config.seed)
         else:
-            fingerprint = checkpoint.load(model, source.folder, prepare_thread)
+            kept = int8.layers(model, encoder=config.quantize_encoder) if config.quantize == "int8" else []
+            layers = linear_layers(model) if can_pack(self._device, dtype) else []
+            packed = set(layers) - set(kept)
+            fingerprint = checkpoint.load(model, source.folder, prepare_thread, packed)
+        loss = None
+        if config.quantize == "int8":
+            loss = int8.quantize(model, encoder=config.quantize_encoder)
+            log(
+                logging.INFO,
+                "weights quantized; against float32, on a built-in signal",
+                quantization=config.quantize,
+                encoder_quantized=loss.encoder,
+                decode_snr_db=round(loss.decode_snr, 1),
+                equal_codes=round(loss.equal_codes, 4),
+            )
         if can_pack(self._device, dtype):
             pack(model)
             memory.release(self._device)
@@ -213,6 +231,8 @@ class Engine:
             device_name=devices.describe(self._device),
             memory_total=devices.memory_total(self._device),
             dtype=str(dtype).removeprefix("torch."),
+            quantization=config.quantize,
+            loss=loss,
             batch_invariant=config.batch_invariant,
             max_batch_frames=config.max_batch_frames,
             memory=Division(0, 0, 0, 0, 0),  # until it is measured what there is to divide

@@ -292,7 +292,7 @@ class TokenizerServicer:
         """What is loaded, where, and what is allowed."""
         async with self._call("GetInfo", context):
             info, limits = self._ready("")
-            model = info.config
+            model, loss = info.config, info.loss
             return pb.GetInfoResponse(
                 model=pb.ModelInfo(
                     id=info.model_id,
@@ -313,7 +313,10 @@ class TokenizerServicer:
                     device=info.device,
                     name=info.device_name,
                     dtype=info.dtype,
-                    quantization="none",
+                    quantization=info.quantization,
+                    decode_snr_db=loss.decode_snr if loss else None,
+                    equal_codes=loss.equal_codes if loss else None,
+                    encoder_quantized=loss is not None and loss.encoder,
                     batch_invariant=info.batch_invariant,
                     memory_total=info.memory_total,
                     memory_allocated=self._scheduler.engine.memory_allocated(),

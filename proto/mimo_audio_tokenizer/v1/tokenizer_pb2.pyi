@@ -798,6 +798,9 @@ class DeviceInfo(google.protobuf.message.Message):
     MEMORY_TOTAL_FIELD_NUMBER: builtins.int
     MEMORY_ALLOCATED_FIELD_NUMBER: builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: builtins.int
+    DECODE_SNR_DB_FIELD_NUMBER: builtins.int
+    EQUAL_CODES_FIELD_NUMBER: builtins.int
+    ENCODER_QUANTIZED_FIELD_NUMBER: builtins.int
     device: builtins.str
     """As pinned, with its index: "cpu", "cuda:1"."""
     name: builtins.str
@@ -805,12 +808,20 @@ class DeviceInfo(google.protobuf.message.Message):
     dtype: builtins.str
     """Of the weights, except for the quantizer's: "float32", "bfloat16"."""
     quantization: builtins.str
-    """"none": the weights are used as they are."""
+    """"none": the weights are used as they are. "int8": those of the decoder's linear layers are quantized, and with
+    encoder_quantized the encoder's, too; answers are no longer exact. The fingerprint is that of the weights before.
+    """
     memory_total: builtins.int
     """Bytes; 0 where the device does not tell."""
     memory_allocated: builtins.int
     batch_invariant: builtins.bool
     """True if an answer is the same bits in every batch, not only as exact."""
+    decode_snr_db: builtins.float
+    """What quantization costs, measured at start on a built-in signal against the weights as they are; absent where
+    nothing is quantized. SNR of what Decode answers, in dB, and the share of Encode's codes that are the same.
+    """
+    equal_codes: builtins.float
+    encoder_quantized: builtins.bool
     def __init__(
         self,
         *,
@@ -821,8 +832,16 @@ class DeviceInfo(google.protobuf.message.Message):
         memory_total: builtins.int = ...,
         memory_allocated: builtins.int = ...,
         batch_invariant: builtins.bool = ...,
+        decode_snr_db: builtins.float | None = ...,
+        equal_codes: builtins.float | None = ...,
+        encoder_quantized: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_invariant", b"batch_invariant", "device", b"device", "dtype", b"dtype", "memory_allocated", b"memory_allocated", "memory_total", b"memory_total", "name", b"name", "quantization", b"quantization"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_decode_snr_db", b"_decode_snr_db", "_equal_codes", b"_equal_codes", "decode_snr_db", b"decode_snr_db", "equal_codes", b"equal_codes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_decode_snr_db", b"_decode_snr_db", "_equal_codes", b"_equal_codes", "batch_invariant", b"batch_invariant", "decode_snr_db", b"decode_snr_db", "device", b"device", "dtype", b"dtype", "encoder_quantized", b"encoder_quantized", "equal_codes", b"equal_codes", "memory_allocated", b"memory_allocated", "memory_total", b"memory_total", "name", b"name", "quantization", b"quantization"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_decode_snr_db", b"_decode_snr_db"]) -> typing.Literal["decode_snr_db"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_equal_codes", b"_equal_codes"]) -> typing.Literal["equal_codes"] | None: ...
 
 global___DeviceInfo = DeviceInfo
 

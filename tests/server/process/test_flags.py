@@ -43,6 +43,9 @@ VALUES: dict[str, tuple[str, str, Any]] = {
     "--seed": ("7", "seed", 7),
     "--device": ("cpu", "device", "cpu"),
     "--dtype": ("bfloat16", "dtype", "bfloat16"),
+    "--quantize": ("int8", "quantize", "int8"),
+    "--quantize-encoder": ("true", "quantize_encoder", True),
+    "--threads": ("3", "threads", 3),
     "--address": ("unix:///run/x", "address", "unix:///run/x"),
     "--socket-mode": ("600", "socket_mode", 0o600),
     "--max-message-mib": ("3", "max_message_bytes", 3 << 20),
@@ -58,6 +61,8 @@ VALUES: dict[str, tuple[str, str, Any]] = {
 }
 # Without these the command has nothing to serve.
 NEEDED = ("--model", "x", "--device", "cpu")
+# Flags that go with others only.
+TOGETHER = {"--quantize-encoder": ("--quantize", "int8")}
 
 
 def given(flag: str, value: str) -> tuple[str, ...]:
@@ -87,6 +92,7 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
     def run(*arguments: str, env: dict[str, str] | None = None) -> Any:
         got.clear()
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what --threads goes by, and changes
         outcome = CliRunner().invoke(cli, ["serve", *arguments], env=env)
         if got:
             assert outcome.exit_code == 0
@@ -121,13 +127,14 @@ def test_help_shows_flags_and_their_variables() -> None:
 @pytest.mark.parametrize("flag", VALUES)
 def test_a_variable_does_what_its_flag_does(parse: Callable[..., Any], flag: str) -> None:
     value, name, wanted = VALUES[flag]
-    default = parse(*NEEDED)
+    together = TOGETHER.get(flag, ())
+    default = parse(*NEEDED, *together)
     assert isinstance(default, ServeConfig)
     needed = tuple(text for text in NEEDED if flag not in ("--model", "--device"))
     if flag in ("--model", "--device"):
         needed = ("--device", "cpu") if flag == "--model" else ("--model", "x")
-    by_flag = parse(*needed, *given(flag, value))
-    by_variable = parse(*needed, env={variable(flag): value})
+    by_flag = parse(*needed, *together, *given(flag, value))
+    by_variable = parse(*needed, *together, env={variable(flag): value})
     assert getattr(by_flag, name) == wanted
     assert by_variable == by_flag
     for field in fields(ServeConfig):
@@ -140,10 +147,10 @@ def test_a_flag_beats_its_variable(parse: Callable[..., Any], flag: str) -> None
     value, name, wanted = VALUES[flag]
     other = {"--load-format": "safetensors", "--device": "auto", "--dtype": "float32", "--log-level": "error"}
     other |= {"--log-format": "text", "--socket-mode": "644"}
-    other |= {"--batch-invariant": "false"}
+    other |= {"--batch-invariant": "false", "--quantize": "none", "--quantize-encoder": "false"}
     env = {variable(flag): other.get(flag, "1")}
     flags = {"--model": "x", "--device": "cpu"} | {flag: value}
-    config = parse(*(text for pair in flags.items() for text in given(*pair)), env=env)
+    config = parse(*(text for pair in flags.items() for text in given(*pair)), *TOGETHER.get(flag, ()), env=env)
     assert getattr(config, name) == wanted
 
 
@@ -160,7 +167,7 @@ def test_an_empty_variable_is_none(parse: Callable[..., Any]) -> None:
 
 
 def test_the_defaults_are_those_of_the_config(parse: Callable[..., Any]) -> None:
-    assert parse(*NEEDED) == ServeConfig(model="x", device="cpu")
+    assert parse(*NEEDED) == ServeConfig(model="x", device="cpu", threads=1)
 
 
 def test_dummy_weights_are_of_the_published_size(parse: Callable[..., Any]) -> None:
@@ -200,6 +207,12 @@ def test_a_real_server_takes_its_settings_from_the_environment(start: Callable[.
     [
         ((), ("--model",)),
         (("--model", "x", "--dtype", "int8"), ("--dtype", "float32", "bfloat16")),
+        (("--model", "x", "--quantize", "int4"), ("--quantize", "none", "int8")),
+        (("--model", "x", "--quantize-encoder"), ("--quantize-encoder goes with --quantize int8",)),
+        (
+            ("--model", "x", "--device", "cpu", "--quantize", "int8", "--dtype", "bfloat16"),
+            ("--quantize: int8 is for float32 weights on cpu", "bfloat16 on cpu"),
+        ),
         (("--model", "x", "--load-format", "pickle"), ("--load-format", "safetensors", "dummy")),
         (("--model", "x", "--socket-mode", "rw"), ("'rw'", "octal")),
         (("--model", "x", "--socket-mode", "1000"), ("'1000'", "octal")),

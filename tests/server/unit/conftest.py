@@ -47,6 +47,8 @@ FAKE_INFO = EngineInfo(
     device_name="none",
     memory_total=0,
     dtype="float32",
+    quantization="none",
+    loss=None,
     batch_invariant=False,
     max_batch_frames=2048,
     memory=Division(limit=10_000_000, weights=1_000_000, fixed=1_000_000, activations=4_000_000, state=4_000_000),

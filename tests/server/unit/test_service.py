@@ -315,6 +315,8 @@ def test_get_info_tells_model_device_and_limits(tiny_rig: Any, tiny_engine: Engi
     assert (info.model.hop_length, info.model.stride_size, info.model.avg_pooler) == (240, 2, 2)
     assert (info.model.samples_cut, info.model.segment_samples) == (0, 1_440_000)
     assert (info.device.device, info.device.dtype, info.device.quantization) == ("cpu", "float32", "none")
+    assert not any(info.device.HasField(name) for name in ("decode_snr_db", "equal_codes"))
+    assert not info.device.encoder_quantized
     limits = info.limits
     assert (limits.max_message_bytes, limits.max_items, limits.max_channels) == (64 << 20, 1024, 64)
     assert (limits.min_sample_rate, limits.max_sample_rate) == (1000, 384_000)
