@@ -18,12 +18,15 @@ _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 def default(root: Path = Path("/")) -> int:
     """Cores that this process may use: those it is allowed to run on, or the container's CPU quota if that is less.
 
-    A part of a core counts as a whole one.
+    A part of a core counts as a whole one; two hardware threads of a core, which share its arithmetic, as one.
 
     Args:
         root: where /proc and /sys are.
     """
-    return min([len(os.sched_getaffinity(0)), *(max(1, math.ceil(quota)) for quota in _quotas(root))])
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    # Where it is not told, each stands for itself.
+    cores = {" ".join(_lines(root / topology.format(cpu))) or str(cpu) for cpu in os.sched_getaffinity(0)}
+    return min([len(cores), *(max(1, math.ceil(quota)) for quota in _quotas(root))])
 
 
 def prepare(threads: int | None, environment: MutableMapping[str, str]) -> int:

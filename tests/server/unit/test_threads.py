@@ -61,6 +61,17 @@ def test_where_nothing_is_told_the_cores_count(tmp_path: Path) -> None:
     assert threads.default(tmp_path) == MANY
 
 
+@pytest.mark.parametrize(("quota", "expected"), [("max 100000", MANY // 2), ("2000000 100000", 20), ("max", MANY // 2)])
+def test_hardware_threads_of_one_core_are_one(tmp_path: Path, quota: str, expected: int) -> None:
+    _machine(tmp_path, "0::/", {"cpu.max": quota})
+    for cpu in range(MANY):
+        first = cpu % (MANY // 2)
+        path = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{first},{first + MANY // 2}\n")
+    assert threads.default(tmp_path) == expected
+
+
 @pytest.mark.parametrize(
     ("asked", "told", "expected"),
     [(3, None, 3), (3, "5", 3), (None, "5", 5), (None, "6,2", 6), (None, " 4 ", 4)],
