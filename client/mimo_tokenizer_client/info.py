@@ -71,9 +71,9 @@ class DeviceInfo:
     memory_total: int
     memory_allocated: int
     batch_invariant: bool
-    decode_snr_db: float | None
-    equal_codes: float | None
-    encoder_quantized: bool
+    decode_snr_db: float | None = None
+    equal_codes: float | None = None
+    encoder_quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class MemoryInfo:
     Attributes:
         limit: All that the server may use for weights and computation.
         weights: Of the model.
-        fixed: Workspaces of the libraries, and what warming up has left allocated.
+        fixed: Workspaces of the libraries, what warming up has left allocated, and what small batches are filled up
+            with.
         activations: For what is being computed.
         state: For long items between their steps.
     """

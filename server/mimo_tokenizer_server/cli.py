@@ -193,8 +193,12 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     if flags["quantize_encoder"] and flags["quantize"] == "none":
         raise click.UsageError("--quantize-encoder goes with --quantize int8")
     flags["threads"] = threads.prepare(flags["threads"], os.environ)
+    # A float32 model is asked for to be exact: no bfloat16 in oneDNN's products, whatever the environment says.
+    os.environ |= {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "DNNL_DEFAULT_FPMATH_MODE": "STRICT"}
     # oneDNN keeps what it has made for each shape, a thousand of them by default; here nearly each batch has another.
+    # PyTorch keeps another thousand descriptions of them, with 0.3 MiB each.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     config = ServeConfig(model=model, max_message_bytes=max_message_mib * MIB, **flags)
     configure_logging(config.log_level, config.log_format)
     try:
@@ -231,7 +235,9 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
 
     try:
         status = asyncio.run(run(config))
-    except (AddressError, CheckpointError, ConfigError, MemoryLimitError, torch.OutOfMemoryError) as error:
+    except (
+        AddressError, CheckpointError, ConfigError, MemoryLimitError, QuantizeError, torch.OutOfMemoryError
+    ) as error:  # fmt: skip
         raise click.ClickException(str(error)) from None
     sys.exit(status)
 

@@ -36,7 +36,8 @@ class Division:
     Attributes:
         limit: all that may be used.
         weights: of the model.
-        fixed: workspaces of the libraries, and what warming up has left allocated.
+        fixed: workspaces of the libraries, what warming up has left allocated, and what small batches are filled up
+            with.
         activations: for what is being computed.
         state: for long items between their steps.
     """

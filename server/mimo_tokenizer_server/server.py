@@ -135,7 +135,8 @@ class Server:
             The exit status: 0, or 3 after a device failure.
 
         Raises:
-            AddressError, DeviceError, ConfigError, CheckpointError: the server cannot start; the sentence says why.
+            AddressError, DeviceError, ConfigError, CheckpointError, QuantizeError, MemoryLimitError: the server cannot
+                start; the sentence says why.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -862,7 +862,7 @@ class MemoryInfo(google.protobuf.message.Message):
     """All that the server may use for weights and computation."""
     weights: builtins.int
     fixed: builtins.int
-    """Workspaces of the libraries, and what warming up has left allocated."""
+    """Workspaces of the libraries, what warming up has left allocated, and what small batches are filled up with."""
     activations: builtins.int
     """For the activations of what is being computed."""
     state: builtins.int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -172,7 +173,8 @@ def fill_random(model: MiMoAudioTokenizer, seed: int, prepare_thread: Callable[[
 
 
 def _pool(prepare_thread: Callable[[], None]) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, torch.get_num_threads()), "load", initializer=prepare_thread)
+    # Not as many as compute on the CPU: that may be one, beside a GPU.
+    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "load", initializer=prepare_thread)
 
 
 def _fingerprint(config: TokenizerConfig, parts: Iterable[bytes]) -> str:

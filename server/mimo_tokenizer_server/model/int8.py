@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,6 +21,9 @@ _SMALLEST = 1e-12
 
 _SIGNAL_SECONDS = 2.0
 
+# In dB, of answers that are the same.
+_HIGHEST_SNR = 200.0
+
 
 class QuantizeError(ValueError):
     """Quantization that cannot be had here; the sentence says why."""
@@ -37,7 +41,7 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     try:
         Int8Product(torch.ones(2, 32), None)(torch.ones(1, 32))
     except (AttributeError, RuntimeError) as error:  # what the operators are called is not promised by anyone
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise QuantizeError(f"PyTorch {torch.__version__} has no int8 products on this processor: {reason}") from error
 
 
@@ -134,6 +138,9 @@ def quantize(model: MiMoAudioTokenizer, *, encoder: bool) -> Loss:
     Args:
         model: on the CPU, with float32 weights, which in these layers are not packed.
         encoder: as for `layers`.
+
+    Raises:
+        QuantizeError: the model answers with silence, or with what is no number.
     """
     segment = _signal(model.config)
     codes = _encode(model, segment)
@@ -143,9 +150,10 @@ def quantize(model: MiMoAudioTokenizer, *, encoder: bool) -> Loss:
         layer.pack(Int8Product)
     equal = float((_encode(model, segment) == codes).double().mean()) if encoder else 1.0
     difference = model.decode(codes, spans) - sound
-    # Tensors, whose logarithm of nothing is no error.
-    snr = 10 * torch.log10(sound.double().square().sum() / difference.double().square().sum())
-    return Loss(float(snr), equal, encoder)
+    signal, noise = (float(x.double().square().sum()) for x in (sound, difference))
+    if not (0 < signal < math.inf and noise < math.inf):
+        raise QuantizeError("what int8 costs cannot be told: the model answers the built-in signal with silence or NaN")
+    return Loss(min(_HIGHEST_SNR, 10 * math.log10(signal / noise)) if noise else _HIGHEST_SNR, equal, encoder)
 
 
 def _encode(model: MiMoAudioTokenizer, segment: Segment) -> Tensor:

@@ -6,6 +6,7 @@ Which kernel a GPU's library chooses, and with it the order of a sum, depends on
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Protocol
 
@@ -197,10 +198,23 @@ class Linear(RowWise, nn.Linear):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this PyTorch, on this processor, has packed products; what they are called is not promised by anyone."""
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    known = torch._C._has_mkldnn and all(hasattr(torch.ops.mkldnn, name) for name in names)
-    return known and device.type == "cpu" and dtype == torch.float32
+    """Whether this PyTorch, on this processor, has packed products."""
+    return device.type == "cpu" and dtype == torch.float32 and _products_work()
+
+
+@cache
+def _products_work() -> bool:
+    """Try one: what the operators are called, and what they take, is not promised by anyone."""
+    with torch.device("cpu"), torch.inference_mode():
+        layer = Linear(32, 8)
+        x = torch.arange(96.0).view(3, 32) / 32
+        activation = Activation(nn.functional.gelu, ("gelu", "none"))
+        expected = layer.activated(x, activation)
+        try:
+            layer.pack()
+            return torch.allclose(layer.activated(x, activation), expected, rtol=1e-4, atol=1e-5)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+            return False
 
 
 def linear_layers(model: nn.Module) -> list[Linear]:

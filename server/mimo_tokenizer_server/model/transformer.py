@@ -36,6 +36,11 @@ def make_norm(kind: str, dim: int) -> nn.Module:
     return nn.LayerNorm(dim) if kind == "LayerNorm" else RMSNorm(dim, eps=1e-6)
 
 
+def _least_heads(rows: int, x: Tensor) -> int:
+    """Heads that keep all of a CPU's threads busy; PyTorch gives each of them a few hundred rows of a head."""
+    return -(-torch.get_num_threads() // -(-rows // 256)) if x.device.type == "cpu" else 1
+
+
 def row_pieces(rows: int, flops_per_row: float, flops: float) -> Iterator[tuple[int, int]]:
     """Cut `rows` into pieces from start to stop, of about `flops` at most and of at least one row."""
     size = int(max(1, min(_MOST_ROWS, flops / flops_per_row)))
@@ -214,7 +219,7 @@ class Transformer(nn.Module):
             yield (stop - start) * self._query_flops
             attended = torch.empty_like(queries)
             of_head = self._attention_flops(start, stop, reach) / self.heads
-            for first, last in row_pieces(self.heads, of_head, flops):
+            for first, last in row_pieces(self.heads, of_head, max(flops, of_head * _least_heads(stop - start, x))):
                 heads = (slice(None), slice(first, last))
                 attended[heads] = attend_piece(queries[heads], keys[heads], values[heads], start, reach)
                 yield (last - first) * of_head

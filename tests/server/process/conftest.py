@@ -20,6 +20,7 @@ from mimo_tokenizer_client import TokenizerClient
 from mimo_tokenizer_server.config import BUILT_IN_MODELS
 from mimo_tokenizer_server.model import checkpoint
 from mimo_tokenizer_server.model.config import TokenizerConfig
+from mimo_tokenizer_server.model.rows import pack
 from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
 
 
@@ -100,6 +101,7 @@ def local_model() -> MiMoAudioTokenizer:
     config = TokenizerConfig.from_file(BUILT_IN_MODELS["tiny"])
     model = MiMoAudioTokenizer(config, torch.device("cpu"), torch.float32)
     checkpoint.fill_random(model, 0, lambda: None)
+    pack(model)  # as the server does; the sums' order is the library's
     return model
 
 

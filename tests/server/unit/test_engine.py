@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Generator
 from pathlib import Path
@@ -23,10 +24,10 @@ from mimo_tokenizer_server.errors import Reason, RequestError
 from mimo_tokenizer_server.memory import Division, MemoryLimitError
 from mimo_tokenizer_server.model import checkpoint
 from mimo_tokenizer_server.model.config import ConfigError
-from mimo_tokenizer_server.model.frontend import MelFrontEnd
+from mimo_tokenizer_server.model.frontend import MelFrontEnd, Segment
 from mimo_tokenizer_server.model.packing import Spans
 from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
-from mimo_tokenizer_server.work import Cost, DecodeVqWork, DecodeWork, Kind, Work
+from mimo_tokenizer_server.work import Cost, DecodeVqWork, DecodeWork, EncodeWork, Kind, Work
 
 TINY = ServeConfig(model="tiny", load_format="dummy", device="cpu")
 
@@ -346,7 +347,13 @@ def test_what_fails_at_once_does_not_make_the_device_fast(tiny_engine: Engine, m
 def test_the_rate_is_the_best_that_was_seen(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     works = [_decode(100), _decode(120)]
     measured = tiny_engine._measured[Kind.DECODE]
-    for compute in (lambda: tiny_engine.run(works), lambda: tiny_engine.begin(works[0]).step()):
+
+    def in_steps() -> None:
+        computation = tiny_engine.begin(works[0])
+        while computation.step() is None:
+            pass
+
+    for compute in (lambda: tiny_engine.run(works), in_steps):
         with monkeypatch.context() as patch:
             patch.setattr(measured, "rate", 1.0)
             compute()
@@ -404,6 +411,32 @@ def test_answers_stand_where_their_work_stood(tiny_engine: Engine) -> None:
     features = [DecodeVqWork(_codes(rows, frames, frames)) for rows, frames in ((20, 9), (1, 30), (8, 2), (20, 1))]
     for vq_work, answer in zip(features, tiny_engine.run(features), strict=True):
         np.testing.assert_array_equal(answer, _answer(tiny_engine, vq_work))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "pool"), [(3, 2, 2), (4, 2, 1), (5, 2, 2), (7, 2, 2), (1, 1, 1), (2, 3, 2)]
+)
+def test_frames_that_are_missing_are_filled_up_for_any_encoder(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, pool: int
+) -> None:
+    changes = {"kernel_size": kernel, "stride_size": stride, "decoder_stride_size": stride, "avg_pooler": pool}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(BUILT_IN_MODELS["tiny"].read_text()) | changes))
+    engine = Engine(dataclasses.replace(TINY, model=str(path)))
+    segment = Segment(build.pcm(24000)[:, 0], 0, 24000, 0, 101, 24000)
+    work = EncodeWork(segment, 20)
+    codes = _answer(engine, work)
+    encode, frames = engine._model.encode, []
+
+    def watched(mel: torch.Tensor, spans: Spans, books: int) -> torch.Tensor:
+        frames.append(sum(map(engine.info.config.code_frames, spans.lengths)))
+        return encode(mel, spans, books)
+
+    monkeypatch.setattr(engine._model, "encode", watched)
+    for missing in (1, 2, 3, 50):
+        monkeypatch.setattr(engine, "_least_frames", codes.shape[1] + missing)
+        np.testing.assert_array_equal(_answer(engine, work), codes)
+        assert frames.pop() >= codes.shape[1] + missing
 
 
 @pytest.mark.parametrize("least", [0, 40, 88, 89, 128])

@@ -127,6 +127,26 @@ def test_items_of_one_length_are_one_call() -> None:
     assert sum(count for name, count in watch.calls.items() if "scaled_dot" in name) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("logsumexp", [True, False], ids=["in two parts", "with a mask"])
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 900), (1, 2), (300, 900), (899, 900)])
+def test_causal_pieces(
+    start: int, stop: int, logsumexp: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a CPU computes them, and as any device does whose attention gives no logsumexps."""
+    assert attention._has_logsumexp(CPU)
+    monkeypatch.setattr(attention, "_has_logsumexp", lambda device: logsumexp)
+    length = 900
+    reach = Reach(length, (-1, -1), True)
+    assert attention.needs_mask(reach, _HEAD_DIM, CPU, dtype) is not logsumexp
+    q, k, v = _random_qkv(length, seed=5, dtype=dtype)
+    got = attend_piece(q[start:stop], k, v, start, reach)
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    expected = _dense(q, k, v, (-1, -1), True)[start:stop]
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     length=st.integers(1, 140) | st.integers(500, 700),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +17,10 @@ from mimo_tokenizer_server.model.packing import Spans, item_windows, overlap_add
 from mimo_tokenizer_server.model.rows import (
     Activation,
     Conv1d,
+    Float32Product,
     Linear,
     RMSNorm,
+    _products_work,
     by_tiles,
     can_pack,
     pack,
@@ -202,6 +207,17 @@ def test_only_float32_on_the_cpu_is_packed(dtype: torch.dtype) -> None:
     assert not can_pack(torch.device("cuda"), torch.float32)
 
 
-def test_a_pytorch_without_packed_products_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
-    assert not can_pack(torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize(
+    ("method", "stand_in"),
+    [
+        ("__init__", lambda self, weight, bias: torch.ops.mkldnn.no_such_operator(weight)),
+        ("__call__", lambda self, x, activation=None: torch.zeros(len(x), 8)),
+    ],
+    ids=["no operator", "wrong answers"],
+)
+def test_a_pytorch_without_packed_products_does_without(
+    monkeypatch: pytest.MonkeyPatch, method: str, stand_in: Callable[..., Any]
+) -> None:
+    assert _products_work.__wrapped__()
+    monkeypatch.setattr(Float32Product, method, stand_in)
+    assert not _products_work.__wrapped__()

@@ -45,11 +45,16 @@ for name in ("float32", "int8"):
 np.savez(sys.argv[2], capability=torch.backends.cpu.get_cpu_capability(), **waves)
 """
 
+
+def _capped(onednn: str, aten: str, mkl: str) -> dict[str, str]:
+    return {"ONEDNN_MAX_CPU_ISA": onednn, "ATEN_CPU_CAPABILITY": aten, "MKL_ENABLE_INSTRUCTIONS": mkl}
+
+
 # Caps on what the libraries use; what the processor does not have they do without anyway.
 _PROCESSORS = {
-    "AVX-512 without VNNI": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"},
-    "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
-    "SSE4.1": {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"},
+    "AVX-512 without VNNI": _capped("AVX512_CORE", "avx512", "AVX512"),
+    "AVX2": _capped("AVX2", "avx2", "AVX2"),
+    "SSE4.1": _capped("SSE41", "default", "SSE4_2"),
 }
 
 
