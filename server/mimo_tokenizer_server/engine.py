@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,27 @@ warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not
 BATCH_SECONDS = 0.08
 STEP_SECONDS = 0.04
 
-# Code frames of which time and memory are measured at warm-up, and items of which the time is; an accelerator shows
-# what it can only with many.
-_MEASURED = {"cpu": (25, 9)}
-_MEASURED_ELSEWHERE = (1000, 65)
+
+@dataclass(frozen=True)
+class _Sample:
+    """What is computed at warm-up.
+
+    Attributes:
+        frames: code frames of which time and memory are measured.
+        items: short items of which the time is.
+        layers: of each transformer for all but the time of `frames`; None for all.
+        runs: of `frames` with all layers, of which the fastest counts; and one less before anything is measured.
+    """
+
+    frames: int
+    items: int
+    layers: int | None
+    runs: int
+
+
+# An accelerator shows what it can only with many frames, and computes them in no time.
+_SAMPLES = {"cpu": _Sample(25, 9, 2, 1)}
+_SAMPLE_ELSEWHERE = _Sample(1000, 65, None, 3)
 
 # What is measured is not exact for every length: allocators round, and libraries have workspaces.
 _MARGIN = 1.2
@@ -130,6 +147,8 @@ class Engine:
 
     def __init__(self, config: ServeConfig) -> None:
         started = time.monotonic()
+        # What was imported is not looked through for garbage any more: that takes a tenth of a second each time.
+        gc.freeze()
         self._device = devices.resolve(config.device)
         devices.pin(self._device)
         if config.threads is not None:
@@ -154,15 +173,14 @@ class Engine:
             loaded = time.monotonic()
             self._measured: dict[Kind, _Measured] = {}
             self._warm_up()
+            memory.release(self._device)
         except torch.OutOfMemoryError as error:
             raise MemoryLimitError(
                 f"{self._device} has too little memory for this model: the limit is {mib(limit)}, of which"
                 f" {mib(memory.used(self._device))} were taken when there was no more"
             ) from error
         self.info = dataclasses.replace(self.info, memory=self._divide(limit))
-        # What is there now stays: going over it in each full collection would hold everything up for 0.2 seconds.
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # and the model neither
         log(
             logging.INFO,
             "model loaded",
@@ -220,7 +238,6 @@ class Engine:
             )
         if can_pack(self._device, dtype):
             pack(model)
-            memory.release(self._device)
         devices.synchronize(self._device)
         return model, EngineInfo(
             config=model_config,
@@ -242,26 +259,29 @@ class Engine:
     # ------------------------------------------------------------ what it takes
 
     def _warm_up(self) -> None:
-        """Compute each kind of work once, then measure its speed and its memory."""
-        frames, items = _MEASURED.get(self._device.type, _MEASURED_ELSEWHERE)
-        for work, shortest in zip(self._samples(frames), self._samples(1), strict=True):
-            self._expect(self._compute_batch([work]))
+        """Compute each kind of work, and measure its speed and its memory."""
+        sample = _SAMPLES.get(self._device.type, _SAMPLE_ELSEWHERE)
+        for work, shortest in zip(self._samples(sample.frames), self._samples(1), strict=True):
+            count, flops = self._frames(work), self._flops(work)
 
             def run(work: Work = work) -> None:
                 self._expect(self._compute_batch([work]))
 
-            # The better of two: it is held against deadlines, and must not promise less than can be done.
-            seconds = min(self._seconds(run) for _ in range(2))
-            count, flops = self._frames(work), self._flops(work)
-            batch_bytes = memory.peak_of(run, self._device) * _MARGIN / count
-            measured = self._measured[_kind(work)] = _Measured(flops / seconds, 0.0, batch_bytes, 0.0)
-            one, many = self._seconds_of([shortest]), self._seconds_of([shortest] * items)
-            measured.item_seconds = max(0.0, (many - one) / (items - 1))
-            if not isinstance(work, DecodeVqWork):
-                # In many steps, so that what is measured is the state and not the step.
-                state = memory.peak_of(functools.partial(self._expect_in_steps, work), self._device)
-                measured.state_bytes = state * _MARGIN / count
-        memory.release(self._device)
+            measured = self._measured[_kind(work)] = _Measured(0.0, 0.0, 0.0, 0.0)
+            with self._model.shallow(sample.layers):
+                for _ in range(sample.runs - 1):
+                    run()  # what libraries take for themselves, once, is none of what follows
+                measured.batch_bytes = memory.peak_of(run, self._device) * _MARGIN / count
+                if not isinstance(work, DecodeVqWork):
+                    # In many steps, so that what is measured is the state and not the step.
+                    in_steps = functools.partial(self._expect_in_steps, work, flops / 64)
+                    measured.state_bytes = memory.peak_of(in_steps, self._device) * _MARGIN / count
+                one, many = (self._seconds([shortest] * number, 3) for number in (1, sample.items))
+                part = self._flops(shortest)
+            whole = self._flops(shortest)
+            # The best: it is held against deadlines, and must not promise less than can be done.
+            measured.rate = flops / self._seconds([work], sample.runs)
+            measured.item_seconds = max(0.0, (many - one) / (sample.items - 1)) * whole / part
 
     def _samples(self, frames: int) -> list[Work]:
         """Work of each kind, of about `frames` code frames."""
@@ -274,21 +294,22 @@ class Engine:
         codes = np.stack([rng.integers(0, size, frames) for size in config.codebook_sizes]).astype(np.uint16)
         return [EncodeWork(segment, config.num_quantizers), DecodeVqWork(codes), DecodeWork(codes, 0, int16=False)]
 
-    def _expect_in_steps(self, work: Work) -> None:
-        computation = Computation(self, work, self._flops(work) / 64)
+    def _expect_in_steps(self, work: Work, flops: float) -> None:
+        computation = Computation(self, work, flops)
         while (answer := computation.step()) is None:
             pass
         self._expect([answer])
 
-    def _seconds_of(self, batch: list[Work]) -> float:
-        return min(self._seconds(lambda: self._expect(self.run(batch))) for _ in range(2))
-
-    def _seconds(self, function: Callable[[], None]) -> float:
-        devices.synchronize(self._device)
-        started = time.monotonic()
-        function()
-        devices.synchronize(self._device)
-        return time.monotonic() - started
+    def _seconds(self, batch: list[Work], runs: int) -> float:
+        """What `batch` takes, at the least of some times."""
+        seconds = []
+        for _ in range(runs):
+            devices.synchronize(self._device)
+            started = time.monotonic()
+            self._expect(self.run(batch))
+            devices.synchronize(self._device)
+            seconds.append(time.monotonic() - started)
+        return min(seconds)
 
     @staticmethod
     def _expect(answers: Sequence[Answer]) -> None:

@@ -21,24 +21,24 @@ _ROWS = 512
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines of rotary positions (rows,).
+    """Cosines and sines of rotary positions (rows,), as `rotate` takes them.
 
     RoFormer (arXiv 2104.09864), eq. 34: position m turns dimension pair i by m * theta ** (-2i / head_dim).
 
     Returns:
-        (2, rows, 1, head_dim), float32 arithmetic, rounded to `dtype` at the end.
+        (2, rows, 1, head_dim), the sines of the first half negative; float32 arithmetic, rounded to `dtype` at the end.
     """
     pair = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = 1.0 / theta ** (pair / head_dim)
     angle = positions.float()[:, None] * frequency  # (rows, head_dim / 2)
-    angle = torch.cat((angle, angle), dim=-1)
-    return torch.stack((angle.cos(), angle.sin())).unsqueeze(2).to(dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2).to(dtype)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn `x` (rows, heads, head_dim) by its rows' positions; the pairs are (i, i + head_dim / 2)."""
     first, second = x.chunk(2, dim=-1)
-    return x * table[0] + torch.cat((-second, first), dim=-1) * table[1]
+    return torch.addcmul(x * table[0], torch.cat((second, first), dim=-1), table[1])
 
 
 class Reach:

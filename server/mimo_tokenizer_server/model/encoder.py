@@ -42,6 +42,11 @@ class Encoder(Transformer):
             self.down_sample_norm = make_norm(config.ln_type, dim)
         self.quantizer = ResidualVectorQuantizer(config.codebook_sizes, dim)
 
+    @property
+    def least_layers(self) -> int:
+        """Layers without which what is skipped would not be kept beside what comes between two others."""
+        return 1 if self.skip_layer is None else self.skip_layer + 2
+
     def _after_conv1(self, frames: int) -> int:
         return frames + 3 - self.kernel
 

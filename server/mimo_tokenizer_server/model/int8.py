@@ -69,13 +69,15 @@ class Int8Product:
         parts = (self._weight, self._scale, self._zero_point)
         return sum(part.numel() * part.element_size() for part in parts)
 
-    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        """Map float32 (rows, in) to (rows, out), and that by `activation`."""
+    def __call__(self, x: Tensor, activation: Activation | None = None, added: Tensor | None = None) -> Tensor:
+        """Map float32 (rows, in) to (rows, out), and that by `activation`, or add it to `added`."""
         scale = _largest(x).div_(127)
         # By way of int8, to which PyTorch converts ten times as fast. To flip the highest bit adds 128.
         values = torch.div(x, scale).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
         out = _multiply(values, 128, self._weight, self._scale, self._zero_point)
         out = out.mul_(scale) if self._bias is None else torch.addcmul(self._bias, out, scale, out=out)
+        if added is not None:
+            return out.add_(added)
         return out if activation is None else activation(out)
 
 

@@ -81,8 +81,8 @@ class Product(Protocol):
     def nbytes(self) -> int:
         """What the weight takes."""
 
-    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        """Map (rows, in) to (rows, out), and that by `activation`."""
+    def __call__(self, x: Tensor, activation: Activation | None = None, added: Tensor | None = None) -> Tensor:
+        """Map (rows, in) to (rows, out), and that by `activation`, or add it to `added`: no more than one of them."""
 
 
 class Float32Product:
@@ -105,14 +105,19 @@ class Float32Product:
         """What the weight takes."""
         return self._weight.numel() * self._weight.element_size()
 
-    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        """Map (rows, in) to (rows, out), and that by `activation`."""
+    def __call__(self, x: Tensor, activation: Activation | None = None, added: Tensor | None = None) -> Tensor:
+        """Map (rows, in) to (rows, out), and that by `activation`, or add it to `added`: no more than one of them."""
+        out: Tensor
+        if len(x) == 1:
+            # For a single row oneDNN sums in another order.
+            added = added if added is None else torch.cat((added, added))
+            return self(torch.cat((x, torch.zeros_like(x))), activation, added)[:1]
+        if added is not None:
+            out = torch.ops.mkldnn._linear_pointwise.binary(x, added, self._weight, self._bias, "add")
+            return out
         fused = activation.fused if activation is not None else None
         name, variant = fused or ("none", "")
-        # For a single row oneDNN sums in another order.
-        rows = torch.cat((x, torch.zeros_like(x))) if len(x) == 1 else x
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, name, [], variant)
-        out = out[: len(x)]
+        out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, name, [], variant)
         return out if activation is None or fused is not None else activation(out)
 
 
@@ -180,6 +185,13 @@ class Linear(RowWise, nn.Linear):
         answer: Tensor = activation(self(x))
         return answer
 
+    def added_to(self, other: Tensor, x: Tensor) -> Tensor:
+        """`other` (rows, out) and the answer for `x` (rows, in), added: (rows, out)."""
+        if len(products := self._products) == 1:
+            return products[0](x, added=other)
+        answer: Tensor = other + self(x)
+        return answer
+
     def columns(self, x: Tensor, first: int, stop: int) -> Tensor:
         """The answer's columns from a cut (or 0) to the next (or the end): (rows, in) to (rows, stop - first)."""
         if self.packed:
@@ -209,10 +221,14 @@ def _products_work() -> bool:
         layer = Linear(32, 8)
         x = torch.arange(96.0).view(3, 32) / 32
         activation = Activation(nn.functional.gelu, ("gelu", "none"))
-        expected = layer.activated(x, activation)
+
+        def answer() -> Tensor:
+            return torch.cat((layer(x), layer.activated(x, activation), layer.added_to(x[:, :8], x)))
+
+        expected = answer()
         try:
             layer.pack()
-            return torch.allclose(layer.activated(x, activation), expected, rtol=1e-4, atol=1e-5)
+            return torch.allclose(answer(), expected, rtol=1e-4, atol=1e-5)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError):
             return False
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +127,23 @@ class MiMoAudioTokenizer(nn.Module):
         """
         quantizer = self.encoder.quantizer
         return self.decoder.steps(lambda start, stop: quantizer.decode(codes[:, start:stop]), codes.shape[1], flops)
+
+    @contextmanager
+    def shallow(self, layers: int | None) -> Iterator[None]:
+        """For as long as the body runs, with fewer layers: what one takes of memory, the next one takes again.
+
+        Args:
+            layers: of each transformer at the most, but for those up to the encoder's skip and two more; None for all.
+        """
+        stacks = [(module, module.layers) for module in self.modules() if isinstance(module, Transformer)]
+        try:
+            for module, whole in stacks:
+                most = max(layers or len(whole), self.encoder.least_layers if module is self.encoder else 1)
+                module.layers = whole[:most]
+            yield
+        finally:
+            for module, whole in stacks:
+                module.layers = whole
 
     def encode_flops(self, mel_frames: int) -> float:
         """Floating-point operations that one segment takes: products and attention to what is seen."""

@@ -60,15 +60,14 @@ class Attention(nn.Module):
         self.out_proj = Linear(dim, dim)
 
     def forward(self, x: Tensor, rope: Tensor, plan: AttentionPlan) -> Tensor:
-        """Map packed rows (rows, dim) to (rows, dim)."""
+        """What is attended to, before the last product: packed rows (rows, dim) to (rows, dim)."""
         if self.qkv.packed:
             q = self.queries(x, rope)
             k, v = self.keys_and_values(x, rope)
         else:
             q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)  # each (rows, heads, head_dim)
             q, k = rotate(q, rope), rotate(k, rope)
-        out: Tensor = self.out_proj(plan.attend(q, k, v).flatten(1))
-        return out
+        return plan.attend(q, k, v).flatten(1)
 
     def queries(self, x: Tensor, rope: Tensor) -> Tensor:
         """Map (rows, dim) to (rows, heads, head_dim)."""
@@ -98,11 +97,12 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor, plan: AttentionPlan) -> Tensor:
         """Map packed rows (rows, dim) to (rows, dim)."""
-        return self.feed_forward(x + self.self_attn(self.self_attn_layer_norm(x), rope, plan))
+        return self.rest(x, self.self_attn(self.self_attn_layer_norm(x), rope, plan))
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """The second half: (rows, dim) to (rows, dim)."""
-        x = x + self.fc2(self.fc1.activated(self.final_layer_norm(x), self.activation))
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What comes after attention: the layer's input and what it attends to, (rows, dim) each, to (rows, dim)."""
+        x = self.self_attn.out_proj.added_to(x, attended)
+        x = self.fc2.added_to(x, self.fc1.activated(self.final_layer_norm(x), self.activation))
         if x.dtype == torch.float16:  # the one supported type whose range a residual stream can leave
             bound = torch.finfo(x.dtype).max - 1000
             x = x.clamp(-bound, bound)
@@ -180,7 +180,9 @@ class Transformer(nn.Module):
         length = len(x)
         reach = Reach(length, self.window, self.causal)
         rope = rope_table(torch.arange(length, device=x.device), self.head_dim, self.rope_theta, x.dtype)
-        keys = x.new_empty(length, self.heads, self.head_dim)
+        first = next(row_pieces(length, self._key_value_flops, flops))
+        # Of all rows at once they are taken as they come.
+        keys = x.new_empty(0 if first == (0, length) else length, self.heads, self.head_dim)
         values = torch.empty_like(keys)
         skip: Tensor | None = None
         for number, layer in enumerate(self.layers, start=1):
@@ -210,22 +212,26 @@ class Transformer(nn.Module):
             while filled < reach.keys(start, stop)[1]:
                 first, filled = next(pending)
                 ahead = slice(first, filled)
-                keys[ahead], values[ahead] = attention.keys_and_values(
-                    layer.self_attn_layer_norm(x[ahead]), rope[:, ahead]
-                )
+                pair = attention.keys_and_values(layer.self_attn_layer_norm(x[ahead]), rope[:, ahead])
+                if filled - first == length:
+                    keys, values = pair
+                else:
+                    keys[ahead], values[ahead] = pair
                 yield (filled - first) * self._key_value_flops
             rows = slice(start, stop)
             queries = attention.queries(layer.self_attn_layer_norm(x[rows]), rope[:, rows])
             yield (stop - start) * self._query_flops
-            attended = torch.empty_like(queries)
+            pieces = []
             of_head = self._attention_flops(start, stop, reach) / self.heads
             for first, last in row_pieces(self.heads, of_head, max(flops, of_head * _least_heads(stop - start, x))):
                 heads = (slice(None), slice(first, last))
-                attended[heads] = attend_piece(queries[heads], keys[heads], values[heads], start, reach)
+                pieces.append(attend_piece(queries[heads], keys[heads], values[heads], start, reach))
                 yield (last - first) * of_head
+            attended = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+            del pieces
             for first, last in row_pieces(stop - start, self._rest_flops, flops):
                 rows = slice(start + first, start + last)
-                x[rows] = layer.feed_forward(x[rows] + attention.out_proj(attended[first:last].flatten(1)))
+                x[rows] = layer.rest(x[rows], attended[first:last].flatten(1))
                 yield (last - first) * self._rest_flops
             start = stop
 

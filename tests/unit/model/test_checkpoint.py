@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,22 @@ def test_each_thread_is_prepared_once(whole: Path) -> None:
     checkpoint.load(tokenizer, whole, lambda: prepared.append(threading.get_ident()))
     assert prepared
     assert threading.get_ident() not in prepared
+
+
+def test_threads_are_as_many_after_loading(whole: Path) -> None:
+    """The loader's own compute alone; those that the process has, and those it makes later, do not."""
+    tokenizer = MiMoAudioTokenizer(tiny_config(), CPU, torch.float32)
+    before, within = torch.get_num_threads(), set()
+    try:
+        torch.set_num_threads(3)
+        checkpoint.load(tokenizer, whole, lambda: None)
+        with checkpoint._pool(lambda: None) as pool:
+            within.add(pool.submit(torch.get_num_threads).result())
+        assert within == {1}
+        with ThreadPoolExecutor(1) as pool:
+            assert (torch.get_num_threads(), pool.submit(torch.get_num_threads).result()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 # What does not.

@@ -119,6 +119,16 @@ def test_a_layer_and_its_activation(function: Callable[[Tensor], Tensor]) -> Non
         assert torch.equal(layer.activated(x, Activation(function, fused)), function(layer(x)))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_added_to_something(bias: bool) -> None:
+    layer = Linear(16, 48, bias=bias).requires_grad_(False)
+    layer.pack(Int8Product)
+    x, other = _random(5, 16), _random(5, 48, seed=1)
+    before = other.clone()
+    assert torch.equal(layer.added_to(other, x), layer(x) + other)
+    assert torch.equal(other, before)
+
+
 def test_weights_take_a_quarter() -> None:
     layer = nn.Sequential(Linear(512, 512))
     before = checkpoint.parameter_bytes(layer)

@@ -201,6 +201,19 @@ def test_an_activation_within_a_packed_product(name: str) -> None:
     torch.testing.assert_close(layer.activated(x, Activation(activation.function)), expected)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_a_packed_product_added_to_something(rows: int, bias: bool) -> None:
+    layer = Linear(40, 96, bias=bias).requires_grad_(False)
+    x, other = torch.randn(rows, 40), torch.randn(rows, 96)
+    before = other.clone()
+    expected = other + layer(x)
+    assert torch.equal(layer.added_to(other, x), expected)
+    pack(layer)
+    torch.testing.assert_close(layer.added_to(other, x), expected)
+    assert torch.equal(other, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_only_float32_on_the_cpu_is_packed(dtype: torch.dtype) -> None:
     assert not can_pack(torch.device("cpu"), dtype)
@@ -211,7 +224,7 @@ def test_only_float32_on_the_cpu_is_packed(dtype: torch.dtype) -> None:
     ("method", "stand_in"),
     [
         ("__init__", lambda self, weight, bias: torch.ops.mkldnn.no_such_operator(weight)),
-        ("__call__", lambda self, x, activation=None: torch.zeros(len(x), 8)),
+        ("__call__", lambda self, x, activation=None, added=None: torch.zeros(len(x), 8)),
     ],
     ids=["no operator", "wrong answers"],
 )

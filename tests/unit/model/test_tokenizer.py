@@ -16,6 +16,7 @@ from model_helpers import (
     tiny_tokenizer,
 )
 
+from mimo_tokenizer_server import memory
 from mimo_tokenizer_server.model import checkpoint
 from mimo_tokenizer_server.model.packing import Spans
 from mimo_tokenizer_server.model.tokenizer import MiMoAudioTokenizer
@@ -136,3 +137,33 @@ def test_parameter_bytes() -> None:
     tokenizer = tiny_tokenizer(torch.bfloat16)
     expected = sum(p.numel() * (4 if p.dtype == torch.float32 else 2) for p in tokenizer.parameters())
     assert checkpoint.parameter_bytes(tokenizer) == expected
+
+
+@pytest.mark.parametrize("skip", [None, 0, 3])
+def test_memory_is_the_same_with_fewer_layers(skip: int | None) -> None:
+    tokenizer = tiny_tokenizer(encoder_skip_layer_id=skip, encoder_layers=12, decoder_layers=12, vocoder_num_layers=12)
+    mel, codes = random_mel(tokenizer.config, 90), random_codes(tokenizer.config, 40)
+    flops = tokenizer.decode_flops(1)
+
+    def peaks() -> list[int]:
+        with torch.inference_mode():
+            return [
+                memory.peak_of(function, CPU)
+                for function in (
+                    lambda: encode_alone(tokenizer, mel),
+                    lambda: list(tokenizer.encode_steps(mel, tokenizer.config.num_quantizers, flops)),
+                    lambda: decode_alone(tokenizer, codes),
+                    lambda: list(tokenizer.decode_steps(codes, flops)),
+                )
+            ]
+
+    sound, expected = decode_alone(tokenizer, codes), peaks()
+    whole = tokenizer.decode_flops(10), tokenizer.encode_flops(10)
+    for layers, less in ((2, True), (30, False), (None, False)):
+        with tokenizer.shallow(layers):
+            assert peaks() == expected
+            for now, before in zip((tokenizer.decode_flops(10), tokenizer.encode_flops(10)), whole, strict=True):
+                assert now < before if less else now == before
+    with pytest.raises(ZeroDivisionError), tokenizer.shallow(1):
+        raise ZeroDivisionError
+    assert torch.equal(decode_alone(tokenizer, codes), sound)
