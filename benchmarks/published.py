@@ -378,7 +378,7 @@ def running_server(model: Path, *flags: str) -> Iterator[Server]:
                 while not (socket.exists() and client.health()):
                     if process.poll() is not None or time.monotonic() > started + _START_SECONDS:
                         raise StartError(f"the server did not start:\n{log.read_text()}")
-                    time.sleep(0.02)
+                    time.sleep(0.1)
                 yield Server(process.pid, client, time.monotonic() - started, loaded_fields(log))
         finally:
             process.terminate()

@@ -61,7 +61,7 @@ class _Sample:
 
 
 # An accelerator shows what it can only with many frames, and computes them in no time.
-_SAMPLES = {"cpu": _Sample(25, 9, 2, 1)}
+_SAMPLES = {"cpu": _Sample(20, 9, 2, 1)}
 _SAMPLE_ELSEWHERE = _Sample(1000, 65, None, 3)
 
 # What is measured is not exact for every length: allocators round, and libraries have workspaces.
@@ -276,7 +276,7 @@ class Engine:
                     # In many steps, so that what is measured is the state and not the step.
                     in_steps = functools.partial(self._expect_in_steps, work, flops / 64)
                     measured.state_bytes = memory.peak_of(in_steps, self._device) * _MARGIN / count
-                one, many = (self._seconds([shortest] * number, 3) for number in (1, sample.items))
+                one, many = (self._seconds([shortest] * number, 2) for number in (1, sample.items))
                 part = self._flops(shortest)
             whole = self._flops(shortest)
             # The best: it is held against deadlines, and must not promise less than can be done.

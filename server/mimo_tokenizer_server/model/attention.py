@@ -37,8 +37,12 @@ def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtyp
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn `x` (rows, heads, head_dim) by its rows' positions; the pairs are (i, i + head_dim / 2)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * table[0], torch.cat((second, first), dim=-1), table[1])
+    cos, sin = table
+    half = x.shape[-1] // 2
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return turned
 
 
 class Reach:
