@@ -39,7 +39,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn `x` (rows, heads, head_dim) by its rows' positions; the pairs are (i, i + head_dim / 2)."""
     cos, sin = table
     half = x.shape[-1] // 2
-    turned = x * cos
+    turned: Tensor = x * cos
     turned[..., :half].addcmul_(x[..., half:], sin[..., :half])
     turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return turned
