@@ -168,6 +168,11 @@ def cli() -> None:
     help="An item's codes and samples are the same bits in every batch; slower, most of all on cpu.",
 )
 @_option(
+    "--metrics-address",
+    default=None,
+    help="Where Prometheus reads the metrics over HTTP: host:port. Whoever reaches it may.  [default: nowhere]",
+)
+@_option(
     "--grace-seconds",
     type=_Seconds(0, _DAY),
     default=30.0,

@@ -41,6 +41,7 @@ class ServeConfig:
         device_memory_limit: what the process may use of the device, as `memory.parse_limit` takes it; None for nine
             tenths of what there is.
         batch_invariant: whether an item's answer is the same bits in every batch.
+        metrics_address: "host:port" where Prometheus reads the metrics; None for nowhere.
         grace_seconds: how long calls in flight may take to finish after SIGTERM.
         log_level: least level that is logged.
         log_format: "text" or "json".
@@ -64,6 +65,7 @@ class ServeConfig:
     max_batch_frames: int = 8192
     device_memory_limit: str | None = None
     batch_invariant: bool = False
+    metrics_address: str | None = None
     grace_seconds: float = 30.0
     log_level: str = "info"
     log_format: str = "text"

@@ -369,6 +369,10 @@ class Engine:
         """Bytes of the device that this process holds; 0 where it does not tell."""
         return devices.memory_allocated(self._device)
 
+    def memory_used(self) -> int:
+        """Bytes that this process holds, of the device or on the CPU of the host."""
+        return memory.used(self._device)
+
     def trim(self) -> None:
         """Give the system what is free of the host's memory, when there is time for it."""
         memory.trim()

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from .engine import BATCH_SECONDS, Computation, DeviceFailure, Engine, EngineInfo
 from .errors import Reason, RequestError
+from .metrics import Metrics
 from .telemetry import log, logger
 from .work import Answer, Cost, Kind, Work
 
@@ -240,6 +241,7 @@ class Scheduler:
         max_queued_frames: given the engine, the code frames that may be admitted at a time.
         on_device_failure: called on the event loop when the device is lost.
         clock: seconds.
+        metrics: told what is computed; None for nobody.
     """
 
     def __init__(
@@ -248,10 +250,12 @@ class Scheduler:
         max_queued_frames: Callable[[EngineInfo], int],
         on_device_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        metrics: Metrics | None = None,
     ) -> None:
         self._make_engine = make_engine
         self._limit_of = max_queued_frames
         self._on_device_failure = on_device_failure
+        self._metrics = metrics
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Engine] = self._loop.create_future()
@@ -274,6 +278,8 @@ class Scheduler:
         self._thread.start()
         self._engine = await asyncio.shield(self._loaded)
         self._limit = self._limit_of(self._engine.info)
+        if self._metrics is not None:
+            self._metrics.loaded(self._engine.info)
         if not self._stop:  # closed while it loaded
             self._refusal = None
         return self._engine.info
@@ -288,6 +294,24 @@ class Scheduler:
         if self._refusal is not None or self._engine is None:
             raise self._refused()
         return self._engine
+
+    @property
+    def ready(self) -> bool:
+        """Whether work is taken."""
+        return self._refusal is None
+
+    @property
+    def queued_frames(self) -> int:
+        """Code frames that are admitted: they wait or are computed."""
+        return self._frames
+
+    def memory_used(self) -> int:
+        """Bytes of the device that the process holds; 0 before the model is loaded."""
+        return 0 if self._engine is None else self._engine.memory_used()
+
+    def memory_limit(self) -> int:
+        """Bytes of the device that the process may use; 0 before the model is loaded."""
+        return 0 if self._engine is None else self._engine.info.memory.limit
 
     @property
     def max_queued_frames(self) -> int:
@@ -524,13 +548,17 @@ class Scheduler:
         seconds = self._clock() - started
         frames = sum(job.cost.frames for job in jobs)
         settled: list[tuple[asyncio.Future[Done], object]] = []
+        waits: list[float] = []
         for job, answer in zip(jobs, answers, strict=True):
             job.compute_seconds += seconds
             if isinstance(answer, RequestError):
                 settled.append((job.future, answer))
             elif answer is not None:
                 waited = started + seconds - job.arrived - job.compute_seconds
+                waits.append(waited)
                 settled.append((job.future, Done(answer, waited, job.compute_seconds, len(jobs), frames)))
+        if waits and self._metrics is not None:
+            self._metrics.computed(jobs[0].cost.kind, frames, waits, jobs[0].compute_seconds)
         with self._wake:
             queue.account(jobs, seconds)
             if jobs[0].cost.stepwise and settled:

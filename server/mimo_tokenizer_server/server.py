@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -19,8 +20,9 @@ from .config import ServeConfig
 from .engine import Engine
 from .handlers import SERVICE, generic_handler
 from .messages import Limits
+from .metrics import Metrics, exposed
 from .scheduler import Scheduler
-from .service import TokenizerServicer
+from .service import TokenizerServicer, versions
 from .telemetry import log
 
 SERVICE_NAME = SERVICE.full_name
@@ -68,6 +70,12 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._draining = False
         self._changed = asyncio.Event()
 
+    @property
+    def serving(self) -> bool:
+        """The status now."""
+        serving: bool = self._status == health_pb2.HealthCheckResponse.SERVING
+        return serving
+
     def set(self, serving: bool, *, draining: bool = False) -> None:
         """Tell the status from now on; a server that drains has no other after it."""
         status = health_pb2.HealthCheckResponse
@@ -112,18 +120,25 @@ class Server:
         self._address = addresses.parse(config.address)
         self._exit_status = EXIT_OK
         self._stopping = asyncio.Event()
-        self._scheduler = Scheduler(
+        self._metrics = metrics = Metrics(versions())
+        self._scheduler = scheduler = Scheduler(
             lambda: Engine(config),
             lambda info: config.max_queued_frames or 2 * Limits.of(config, info).max_frames,
             self._device_failed,
+            metrics=metrics,
         )
-        self._health = _Health()
+        self._health = health_of_process = _Health()
+        metrics.watch("ready", "Whether calls are answered: 1 or 0.", lambda: health_of_process.serving)
+        metrics.watch("queue_frames", "Code frames that wait or are computed.", lambda: scheduler.queued_frames)
+        metrics.watch("queue_limit_frames", "Code frames that may.", lambda: scheduler.max_queued_frames)
+        metrics.watch("device_memory_bytes", "Memory of the device that the process holds.", scheduler.memory_used)
+        metrics.watch("device_memory_limit_bytes", "Memory of the device that it may use.", scheduler.memory_limit)
         # The service refuses calls over its own limit, with words and a status of its own; this one keeps what a flood
         # of them may hold in memory bounded. Health checks count here, and have room above it.
         self._grpc = grpc.aio.server(
             options=_options(config), maximum_concurrent_rpcs=2 * config.max_concurrent_calls + _OTHER_CALLS
         )
-        self._servicer = TokenizerServicer(self._scheduler, config)
+        self._servicer = TokenizerServicer(self._scheduler, config, metrics)
         self._grpc.add_generic_rpc_handlers((generic_handler(self._servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
@@ -141,6 +156,13 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
+        with ExitStack() as stack:
+            if self._config.metrics_address is not None:
+                where = stack.enter_context(exposed(self._metrics, self._config.metrics_address))
+                log(logging.INFO, "metrics", address=where)
+            return await self._run()
+
+    async def _run(self) -> int:
         await self._bind()
         try:
             loading = asyncio.ensure_future(self._scheduler.start())

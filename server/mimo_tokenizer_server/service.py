@@ -27,6 +27,7 @@ from . import messages, wire
 from .config import ServeConfig
 from .engine import EngineInfo
 from .errors import Reason, RequestError, invalid, too_large
+from .metrics import Metrics
 from .model.config import SEGMENT_MEL_FRAMES
 from .model.frontend import Segment, SegmentCutter
 from .scheduler import Done, Scheduler
@@ -90,11 +91,13 @@ class TokenizerServicer:
     Args:
         scheduler: computes.
         config: the process's settings.
+        metrics: told of each call; None for metrics that nobody reads.
     """
 
-    def __init__(self, scheduler: Scheduler, config: ServeConfig) -> None:
+    def __init__(self, scheduler: Scheduler, config: ServeConfig, metrics: Metrics | None = None) -> None:
         self._scheduler = scheduler
         self._config = config
+        self._metrics = metrics or Metrics(versions())
         self._calls = 0
         self._arriving = 0
         self._draining = False
@@ -336,7 +339,7 @@ class TokenizerServicer:
                     max_batch_frames=info.max_batch_frames,
                 ),
                 memory=pb.MemoryInfo(**dataclasses.asdict(info.memory)),
-                versions=_versions(),
+                versions=versions(),
             ).SerializeToString()
 
     # ------------------------------------------------------------ a call
@@ -361,7 +364,8 @@ class TokenizerServicer:
         try:
             if refusal is not None:
                 raise refusal
-            yield call
+            with self._metrics.in_progress(method):
+                yield call
         except _AllItemsFailed as all_failed:
             failed = all_failed
             error = failed.first
@@ -381,6 +385,8 @@ class TokenizerServicer:
                 self._idle.set()
             if error is not None:
                 outcome = messages.STATUS[error.reason].name
+            seconds = time.monotonic() - call.arrived
+            self._metrics.ended(method, outcome, seconds)
             log(
                 logging.DEBUG,
                 method,
@@ -391,7 +397,7 @@ class TokenizerServicer:
                 frames=call.frames,
                 queue_seconds=call.queue_seconds,
                 compute_seconds=call.compute_seconds,
-                total_seconds=time.monotonic() - call.arrived,
+                total_seconds=seconds,
                 error=str(error) if error else "-",
             )
         if error is not None:
@@ -599,7 +605,9 @@ async def _respond(
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the server and of what it runs on."""
+
     def of(package: str) -> str:
         try:
             return version(package)

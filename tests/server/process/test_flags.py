@@ -55,6 +55,7 @@ VALUES: dict[str, tuple[str, str, Any]] = {
     "--max-batch-frames": ("77", "max_batch_frames", 77),
     "--device-memory-limit": ("3GiB", "device_memory_limit", "3GiB"),
     "--batch-invariant": ("true", "batch_invariant", True),
+    "--metrics-address": ("127.0.0.1:9100", "metrics_address", "127.0.0.1:9100"),
     "--grace-seconds": ("1.5", "grace_seconds", 1.5),
     "--log-level": ("debug", "log_level", "debug"),
     "--log-format": ("json", "log_format", "json"),

@@ -1,0 +1,157 @@
+"""What a running server counts and measures, for Prometheus; named after its conventions (prometheus.io, naming)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    PlatformCollector,
+    ProcessCollector,
+    start_http_server,
+)
+
+from . import address as addresses
+from .engine import EngineInfo
+from .work import Kind
+
+_PREFIX = "mimo_tokenizer"
+
+# A frame of a warm GPU takes some milliseconds, ten minutes of sound on two cores some minutes.
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
+_FRAMES = tuple(float(1 << power) for power in range(0, 17, 2))
+_ITEMS = tuple(float(1 << power) for power in range(9))
+
+
+class Metrics:
+    """The metrics of one server. May be told things from any thread.
+
+    Args:
+        versions: of the server and of what it runs on, by name.
+    """
+
+    def __init__(self, versions: Mapping[str, str]) -> None:
+        # Not the library's global one: a process may hold more than one server, as the tests do.
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+
+        def histogram(name: str, text: str, label: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"{_PREFIX}_{name}", text, [label], buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{_PREFIX}_{name}", text, labels, registry=registry)
+
+        self._requests = counter("requests", "Calls that have ended, by gRPC status.", "method", "status")
+        self._durations = histogram(
+            "request_duration_seconds", "Calls from their arrival to their end.", "method", _SECONDS
+        )
+        self._in_progress = Gauge(
+            f"{_PREFIX}_requests_in_progress",
+            "Calls in progress; of EncodeStream and DecodeLong, the open streams.",
+            ["method"],
+            registry=registry,
+        )
+        self._queue = histogram("queue_seconds", "What pieces of work waited for the device.", "kind", _SECONDS)
+        self._compute = histogram(
+            "compute_seconds", "What batches, and long pieces of work in all their steps, took.", "kind", _SECONDS
+        )
+        self._batch_frames = histogram("batch_frames", "Code frames that were computed together.", "kind", _FRAMES)
+        self._batch_items = histogram("batch_items", "Pieces of work that were computed together.", "kind", _ITEMS)
+        self._frames = counter("code_frames", "Code frames that were computed.", "kind")
+        self._audio = counter("audio_seconds", "Sound that these frames stand for.", "kind")
+        self._build = Info(f"{_PREFIX}_build", "Versions.", registry=registry)
+        self._model = Info(f"{_PREFIX}_model", "What is loaded, and where.", registry=registry)
+        self._build.info(dict(versions))
+        self._seconds_per_frame = 0.0
+        for kind in Kind:
+            # There from the start, or the first of each would not count as an increase.
+            for by_kind in (
+                self._queue,
+                self._compute,
+                self._batch_frames,
+                self._batch_items,
+                self._frames,
+                self._audio,
+            ):
+                by_kind.labels(kind.name.lower())
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a gauge that is asked for its value whenever it is read."""
+        Gauge(f"{_PREFIX}_{name}", text, registry=self.registry).set_function(value)
+
+    def loaded(self, info: EngineInfo) -> None:
+        """Tell what is loaded."""
+        self._seconds_per_frame = info.config.samples_per_frame / info.config.sampling_rate
+        self._model.info(
+            {
+                "model": info.model_id,
+                "revision": info.revision,
+                "fingerprint": info.fingerprint,
+                "device": info.device,
+                "device_name": info.device_name,
+                "dtype": info.dtype,
+                "quantization": info.quantization,
+            }
+        )
+
+    @contextmanager
+    def in_progress(self, method: str) -> Iterator[None]:
+        """Count a call as in progress while the body runs."""
+        with self._in_progress.labels(method).track_inprogress():
+            yield
+
+    def ended(self, method: str, status: str, seconds: float) -> None:
+        """Count a call that has ended."""
+        self._requests.labels(method, status).inc()
+        self._durations.labels(method).observe(seconds)
+
+    def computed(self, kind: Kind, frames: int, queue_seconds: Sequence[float], compute_seconds: float) -> None:
+        """Count what the device has computed together.
+
+        Args:
+            kind: of the work.
+            frames: code frames in all.
+            queue_seconds: of each piece.
+            compute_seconds: of all together.
+        """
+        name = kind.name.lower()
+        for seconds in queue_seconds:
+            self._queue.labels(name).observe(seconds)
+        self._compute.labels(name).observe(compute_seconds)
+        self._batch_frames.labels(name).observe(frames)
+        self._batch_items.labels(name).observe(len(queue_seconds))
+        self._frames.labels(name).inc(frames)
+        self._audio.labels(name).inc(frames * self._seconds_per_frame)
+
+
+@contextmanager
+def exposed(metrics: Metrics, text: str) -> Iterator[str]:
+    """Serve `metrics` over HTTP at `text`, host:port, while the body runs.
+
+    Yields:
+        The address, with the port that a 0 has become.
+
+    Raises:
+        AddressError: nothing can listen there.
+    """
+    address = addresses.parse(text)
+    if address.path is not None:
+        raise addresses.AddressError(f"metrics address {text!r} is a Unix socket; Prometheus asks at host:port")
+    with addresses.taken(address, 0):
+        pass  # whatever speaks against it is said in words
+    try:
+        server, thread = start_http_server(address.port, address.host, metrics.registry)
+    except OSError as error:
+        raise addresses.AddressError(f"cannot listen on {address.target} for metrics: {error.strerror}") from error
+    try:
+        yield addresses.Address(host=address.host, port=server.server_port).target
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
