@@ -204,12 +204,16 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     # PyTorch keeps another thousand descriptions of them, with 0.3 MiB each.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    # With it prometheus_client would share its counts with other processes, by way of a folder that need not be there.
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     config = ServeConfig(model=model, max_message_bytes=max_message_mib * MIB, **flags)
     configure_logging(config.log_level, config.log_format)
     try:
         import grpc_health  # noqa: F401
+        import prometheus_client  # noqa: F401
         import torch
         import torchaudio  # noqa: F401
+        import xxhash  # noqa: F401
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"serving needs {error.name}: pip install 'mimo-audio-tokenizer-service[server]'"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,11 +17,18 @@ from prometheus_client import (
     start_http_server,
 )
 
+from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
+
 from . import address as addresses
+from . import messages
 from .engine import EngineInfo
+from .telemetry import log
 from .work import Kind
 
 _PREFIX = "mimo_tokenizer"
+
+_METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["AudioTokenizer"].methods]
+_STATUSES = sorted({"OK", "CANCELLED", *(status.name for status in messages.STATUS.values())})
 
 # A frame of a warm GPU takes some milliseconds, ten minutes of sound on two cores some minutes.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
@@ -63,23 +71,23 @@ class Metrics:
         )
         self._batch_frames = histogram("batch_frames", "Code frames that were computed together.", "kind", _FRAMES)
         self._batch_items = histogram("batch_items", "Pieces of work that were computed together.", "kind", _ITEMS)
+        self._busy = counter("device_busy_seconds", "What the device computed, whatever came of it.", "kind")
         self._frames = counter("code_frames", "Code frames that were computed.", "kind")
         self._audio = counter("audio_seconds", "Sound that these frames stand for.", "kind")
         self._build = Info(f"{_PREFIX}_build", "Versions.", registry=registry)
         self._model = Info(f"{_PREFIX}_model", "What is loaded, and where.", registry=registry)
         self._build.info(dict(versions))
         self._seconds_per_frame = 0.0
-        for kind in Kind:
-            # There from the start, or the first of each would not count as an increase.
-            for by_kind in (
-                self._queue,
-                self._compute,
-                self._batch_frames,
-                self._batch_items,
-                self._frames,
-                self._audio,
-            ):
-                by_kind.labels(kind.name.lower())
+        # There from the start, or the first of each would not count as an increase.
+        by_kind = (self._queue, self._compute, self._batch_frames, self._batch_items)
+        for metric in (*by_kind, self._busy, self._frames, self._audio):
+            for kind in Kind:
+                metric.labels(kind.name.lower())
+        for method in _METHODS:
+            self._durations.labels(method)
+            self._in_progress.labels(method)
+            for status in _STATUSES:
+                self._requests.labels(method, status)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Add a gauge that is asked for its value whenever it is read."""
@@ -100,24 +108,26 @@ class Metrics:
             }
         )
 
-    @contextmanager
-    def in_progress(self, method: str) -> Iterator[None]:
+    def in_progress(self, method: str) -> AbstractContextManager[None]:
         """Count a call as in progress while the body runs."""
-        with self._in_progress.labels(method).track_inprogress():
-            yield
+        return self._in_progress.labels(method).track_inprogress()
 
     def ended(self, method: str, status: str, seconds: float) -> None:
         """Count a call that has ended."""
         self._requests.labels(method, status).inc()
         self._durations.labels(method).observe(seconds)
 
+    def busy(self, kind: Kind, seconds: float) -> None:
+        """Count what a batch or a step took of the device."""
+        self._busy.labels(kind.name.lower()).inc(seconds)
+
     def computed(self, kind: Kind, frames: int, queue_seconds: Sequence[float], compute_seconds: float) -> None:
         """Count what the device has computed together.
 
         Args:
             kind: of the work.
-            frames: code frames in all.
-            queue_seconds: of each piece.
+            frames: code frames of those that are answered.
+            queue_seconds: of each piece that is answered.
             compute_seconds: of all together.
         """
         name = kind.name.lower()
@@ -149,8 +159,11 @@ def exposed(metrics: Metrics, text: str) -> Iterator[str]:
         server, thread = start_http_server(address.port, address.host, metrics.registry)
     except OSError as error:
         raise addresses.AddressError(f"cannot listen on {address.target} for metrics: {error.strerror}") from error
+    target = addresses.Address(host=address.host, port=server.server_port).target
+    if not address.is_loopback:
+        log(logging.WARNING, "anybody who reaches this address can read the metrics", address=target)
     try:
-        yield addresses.Address(host=address.host, port=server.server_port).target
+        yield target
     finally:
         server.shutdown()
         server.server_close()

@@ -296,11 +296,6 @@ class Scheduler:
         return self._engine
 
     @property
-    def ready(self) -> bool:
-        """Whether work is taken."""
-        return self._refusal is None
-
-    @property
     def queued_frames(self) -> int:
         """Code frames that are admitted: they wait or are computed."""
         return self._frames
@@ -549,6 +544,7 @@ class Scheduler:
         frames = sum(job.cost.frames for job in jobs)
         settled: list[tuple[asyncio.Future[Done], object]] = []
         waits: list[float] = []
+        answered = 0
         for job, answer in zip(jobs, answers, strict=True):
             job.compute_seconds += seconds
             if isinstance(answer, RequestError):
@@ -556,9 +552,12 @@ class Scheduler:
             elif answer is not None:
                 waited = started + seconds - job.arrived - job.compute_seconds
                 waits.append(waited)
+                answered += job.cost.frames
                 settled.append((job.future, Done(answer, waited, job.compute_seconds, len(jobs), frames)))
-        if waits and self._metrics is not None:
-            self._metrics.computed(jobs[0].cost.kind, frames, waits, jobs[0].compute_seconds)
+        if self._metrics is not None:
+            self._metrics.busy(jobs[0].cost.kind, seconds)
+            if waits:
+                self._metrics.computed(jobs[0].cost.kind, answered, waits, jobs[0].compute_seconds)
         with self._wake:
             queue.account(jobs, seconds)
             if jobs[0].cost.stepwise and settled:

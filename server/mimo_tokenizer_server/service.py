@@ -45,6 +45,8 @@ _VQ_PIECE_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
 # How long a stream may keep the server waiting, for its next message or until it reads its answer.
 IDLE_SECONDS = 60
+# A client's deadline passes before what the server has been told of it, by the time that the call was on its way.
+_CLOCK_SLACK = 0.1
 # Message contents above this size are checked and converted in a thread, so that the event loop goes on.
 _OFF_LOOP_BYTES = 256 << 10
 
@@ -372,7 +374,9 @@ class TokenizerServicer:
         except RequestError as request_error:
             error = request_error
         except (asyncio.CancelledError, GeneratorExit):
-            outcome = "CANCELLED"
+            # When its deadline passes, gRPC cancels a call, too: on the client's clock, which is a little ahead.
+            late = call.deadline is not None and time.monotonic() >= call.deadline - _CLOCK_SLACK
+            outcome = "DEADLINE_EXCEEDED" if late else "CANCELLED"
             raise
         except grpc.aio.AbortError:
             raise

@@ -6,6 +6,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -55,8 +56,8 @@ def samples(server: ServerProcess) -> dict[tuple[str, frozenset[tuple[str, str]]
 
 
 def value(server: ServerProcess, name: str, **labels: str) -> float:
-    """One value; 0 for one that is not there yet."""
-    return samples(server).get((name, frozenset(labels.items())), 0.0)
+    """One value, which is there from the start."""
+    return samples(server)[name, frozenset(labels.items())]
 
 
 def test_calls_and_work_are_counted(start: Callable[..., ServerProcess]) -> None:
@@ -88,6 +89,7 @@ def test_calls_and_work_are_counted(start: Callable[..., ServerProcess]) -> None
         assert 1 <= batches <= items
         assert value(server, "compute_seconds_count", kind=kind) == batches
         assert value(server, "compute_seconds_sum", kind=kind) > 0
+        assert value(server, "device_busy_seconds_total", kind=kind) > 0
     assert value(server, "queue_frames") == 0
     assert value(server, "queue_limit_frames") == info.limits.max_queued_frames
     assert value(server, "device_memory_limit_bytes") == info.memory.limit
@@ -152,6 +154,37 @@ def test_readable_from_the_first_moment_to_the_last(start: Callable[..., ServerP
         silent.sendall(b"GET")
     with pytest.raises(urllib.error.URLError):
         read(url)
+
+
+def test_a_deadline_that_passes_is_no_cancellation(start: Callable[..., ServerProcess]) -> None:
+    """On the server they look the same."""
+    server = start(*ANY_PORT).ready()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = tokenizer_pb2_grpc.AudioTokenizerStub(channel)
+        codes = random_codes(16_000)
+        item = pb.DecodeItem(codes=pb.Codes(num_quantizers=len(codes), frames=codes.shape[1], data=codes.tobytes()))
+        for status, timeout in (("DEADLINE_EXCEEDED", 0.4), ("CANCELLED", 60)):
+            call = stub.Decode.future(pb.DecodeRequest(items=[item]), timeout=timeout)
+            if status == "CANCELLED":
+                eventually(lambda: value(server, "queue_frames") == 16_000)
+                call.cancel()
+            eventually(partial(_counted, server, status))
+        assert value(server, "requests_total", method="Decode", status="DEADLINE_EXCEEDED") == 1
+        eventually(lambda: value(server, "requests_in_progress", method="Decode") == value(server, "queue_frames") == 0)
+    assert server.stop() == 0
+
+
+def _counted(server: ServerProcess, status: str) -> bool:
+    return value(server, "requests_total", method="Decode", status=status) == 1
+
+
+def test_an_environment_for_many_processes(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    """As it may be inherited from an engine; the folder need not be there."""
+    server = start(*ANY_PORT, env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "none")}).ready()
+    with TokenizerClient(server.address) as client:
+        client.decode_vq(random_codes(3))
+    eventually(lambda: value(server, "code_frames_total", kind="decode_vq") == 3)
+    assert server.stop() == 0
 
 
 def test_nothing_listens_without_the_flag(shared_servers: dict[str, ServerProcess]) -> None:
