@@ -273,7 +273,7 @@ class Engine:
                     run()  # what libraries take for themselves, once, is none of what follows
                 measured.batch_bytes = memory.peak_of(run, self._device) * _MARGIN / count
                 if not isinstance(work, DecodeVqWork):
-                    # In many steps, so that what is measured is the state and not the step.
+                    # As long items are: with what they hold between their steps, and little beside it.
                     in_steps = functools.partial(self._expect_in_steps, work, flops / 64)
                     measured.state_bytes = memory.peak_of(in_steps, self._device) * _MARGIN / count
                 one, many = (self._seconds([shortest] * number, 2) for number in (1, sample.items))

@@ -127,8 +127,8 @@ class Server:
             self._device_failed,
             metrics=metrics,
         )
-        self._health = health_of_process = _Health()
-        metrics.watch("ready", "Whether calls are answered: 1 or 0.", lambda: health_of_process.serving)
+        self._health = _Health()
+        metrics.watch("ready", "Whether calls are answered: 1 or 0.", lambda: self._health.serving)
         metrics.watch("queue_frames", "Code frames that wait or are computed.", lambda: scheduler.queued_frames)
         metrics.watch("queue_limit_frames", "Code frames that may.", lambda: scheduler.max_queued_frames)
         metrics.watch("device_memory_bytes", "Memory of the device that the process holds.", scheduler.memory_used)

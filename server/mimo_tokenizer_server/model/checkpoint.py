@@ -177,7 +177,10 @@ def fill_random(model: MiMoAudioTokenizer, seed: int, prepare_thread: Callable[[
 
 @contextmanager
 def _pool(prepare_thread: Callable[[], None]) -> Iterator[ThreadPoolExecutor]:
-    """Threads that each do their work by themselves."""
+    """Threads that each do their work by themselves.
+
+    PyTorch's number of threads is the process's as well: a thread that first asks for it meanwhile would keep the 1.
+    """
 
     def prepare() -> None:
         prepare_thread()

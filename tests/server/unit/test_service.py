@@ -955,6 +955,35 @@ def test_an_answer_that_nobody_reads_gives_up_its_place(
     assert rig.admitted() == 0
 
 
+def test_a_deadline_that_passes_on_the_device_is_no_cancellation(make_rig: Any, build: Any, fakes: Any) -> None:
+    """GRPC's server ends both in the same way; the metrics and the log tell them apart."""
+    rig = make_rig()
+    gate = rig.engine.hook = fakes.Gate()
+
+    def ended(status: str) -> float:
+        labels = {"method": "Decode", "status": status}
+        count = rig.servicer._metrics.registry.get_sample_value("mimo_tokenizer_requests_total", labels)
+        assert count is not None
+        return float(count)
+
+    async def check() -> None:
+        async with _Served(rig) as served:
+            late = served.stub.Decode(build.good("Decode"), timeout=0.5)
+            await asyncio.to_thread(gate.entered.wait, 30)
+            await _until(lambda: rig.servicer._calls == 0)
+            assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (ended("DEADLINE_EXCEEDED"), ended("CANCELLED")) == (1, 0)
+            given_up = served.stub.Decode(build.good("Decode"), timeout=30)
+            await _until(lambda: rig.servicer._calls == 1)
+            given_up.cancel()
+            await _until(lambda: rig.servicer._calls == 0)
+            assert (ended("DEADLINE_EXCEEDED"), ended("CANCELLED")) == (1, 1)
+            gate.open()
+
+    _run(rig, check())
+    assert rig.admitted() == 0
+
+
 def test_odd_bytes_in_a_request_id_do_no_harm(rig: Any) -> None:
     odd = rig.call("Decode", pb.DecodeRequest(), metadata=(("x-request-id", "a\x01b\n\u00e9"),))
     assert odd.code is grpc.StatusCode.INVALID_ARGUMENT
