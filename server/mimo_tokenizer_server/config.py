@@ -38,6 +38,7 @@ class ServeConfig:
             recording's.
         max_concurrent_calls: calls of the tokenizer's own methods at a time.
         max_batch_frames: code frames that are computed together; a longer item is computed in steps.
+        max_graph_frames: code frames of a batch up to which graphs are recorded, where the device has them; 0 for none.
         device_memory_limit: what the process may use of the device, as `memory.parse_limit` takes it; None for nine
             tenths of what there is.
         batch_invariant: whether an item's answer is the same bits in every batch.
@@ -63,6 +64,7 @@ class ServeConfig:
     max_queued_frames: int | None = None
     max_concurrent_calls: int = 128
     max_batch_frames: int = 8192
+    max_graph_frames: int = 512
     device_memory_limit: str | None = None
     batch_invariant: bool = False
     metrics_address: str | None = None

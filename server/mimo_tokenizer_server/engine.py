@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from . import device as devices
 from . import memory
 from .config import BUILT_IN_MODELS, ServeConfig
 from .errors import Reason, RequestError
+from .graphs import Graphs, can_record
 from .memory import Division, MemoryLimitError, mib
 from .model import checkpoint, int8
 from .model.config import SEGMENT_MEL_FRAMES, TokenizerConfig, read_json, unknown_fields
@@ -140,12 +141,13 @@ class Engine:
 
     Args:
         config: what to load, and where.
+        on_graph: told of each batch whether it was one of the recorded graphs; not called where there are none.
 
     Raises:
         DeviceError, QuantizeError, ConfigError, CheckpointError, MemoryLimitError: with the sentence to show.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, on_graph: Callable[[Kind, bool], None] | None = None) -> None:
         started = time.monotonic()
         # What was imported is not looked through for garbage any more: that takes a tenth of a second each time.
         gc.freeze()
@@ -172,7 +174,9 @@ class Engine:
             self._batch_flops = _BATCH_FLOPS.get(self._device.type, _BATCH_FLOPS_ELSEWHERE)
             loaded = time.monotonic()
             self._measured: dict[Kind, _Measured] = {}
-            self._warm_up()
+            self._graphs: Graphs | None = None
+            self._on_graph: Callable[[Kind, bool], None] | None = None
+            self._warm_up(config.max_graph_frames)
             memory.release(self._device)
         except torch.OutOfMemoryError as error:
             raise MemoryLimitError(
@@ -180,6 +184,7 @@ class Engine:
                 f" {mib(memory.used(self._device))} were taken when there was no more"
             ) from error
         self.info = dataclasses.replace(self.info, memory=self._divide(limit))
+        self._on_graph = on_graph
         gc.freeze()  # and the model neither
         log(
             logging.INFO,
@@ -258,8 +263,8 @@ class Engine:
 
     # ------------------------------------------------------------ what it takes
 
-    def _warm_up(self) -> None:
-        """Compute each kind of work, and measure its speed and its memory."""
+    def _warm_up(self, max_graph_frames: int) -> None:
+        """Compute each kind of work, measure its speed and its memory, and record graphs."""
         sample = _SAMPLES.get(self._device.type, _SAMPLE_ELSEWHERE)
         for work, shortest in zip(self._samples(sample.frames), self._samples(1), strict=True):
             count, flops = self._frames(work), self._flops(work)
@@ -276,6 +281,10 @@ class Engine:
                     # As long items are: with what they hold between their steps, and little beside it.
                     in_steps = functools.partial(self._expect_in_steps, work, flops / 64)
                     measured.state_bytes = memory.peak_of(in_steps, self._device) * _MARGIN / count
+                if isinstance(work, EncodeWork) and max_graph_frames and can_record(self._model):
+                    # After the libraries have been used once, and before short items are timed.
+                    with torch.inference_mode():
+                        self._graphs = Graphs(self._model, max_graph_frames)
                 one, many = (self._seconds([shortest] * number, 2) for number in (1, sample.items))
                 part = self._flops(shortest)
             whole = self._flops(shortest)
@@ -485,6 +494,11 @@ class Engine:
             packed, spans, books = self._packed(codes)
             return _split(self._model.decode_vq(packed, spans, books), spans.lengths)
         works = [work for work in batch if isinstance(work, DecodeWork)]
+        if self._graphs is not None:
+            graphed = self._graphs.decode(codes)
+            self._count(Kind.DECODE, graphed is not None)
+            if graphed is not None:
+                return _wanted(works, graphed, self.info.config.samples_per_frame)
         if (missing := self._missing(works)) > 0:
             codes.append(np.zeros((max(map(len, codes)), missing), np.uint16))
         packed, spans, books = self._packed(codes)
@@ -492,6 +506,10 @@ class Engine:
         cut, frame = self.info.config.samples_cut, self.info.config.samples_per_frame
         waveforms = torch.split(samples, [length * frame - cut for length in spans.lengths])
         return _wanted(works, waveforms[: len(works)], frame)
+
+    def _count(self, kind: Kind, graphed: bool) -> None:
+        if self._on_graph is not None:
+            self._on_graph(kind, graphed)
 
     def _missing(self, works: Sequence[Work]) -> int:
         """Code frames that a batch has too few."""
@@ -508,12 +526,12 @@ class Engine:
 
     def _encode(self, works: Sequence[EncodeWork]) -> list[Answer]:
         mels = [self._model.mel.segment(work.segment) for work in works]
-        if (missing := self._missing(works)) > 0:
-            config = self.info.config
-            enough = next(frames for frames in itertools.count(missing) if config.code_frames(frames) >= missing)
-            mels.append(mels[0].new_zeros(enough, config.n_mels))
-        books = max(work.num_quantizers for work in works)
-        codes = self._model.encode(torch.cat(mels), Spans([len(mel) for mel in mels]), books)
+        codes = None
+        if self._graphs is not None:
+            codes = self._graphs.encode(mels)
+            self._count(Kind.ENCODE, codes is not None)
+        if codes is None:
+            codes = self._encode_mels(mels, self._missing(works), max(work.num_quantizers for work in works))
         lengths = [self._frames(work) for work in works]
         together = _to_host_codes(codes)
         starts = np.cumsum([0, *lengths])
@@ -521,6 +539,13 @@ class Engine:
             np.ascontiguousarray(together[: work.num_quantizers, start : start + length])
             for work, start, length in zip(works, starts, lengths, strict=False)
         ]
+
+    def _encode_mels(self, mels: list[Tensor], missing: int, books: int) -> Tensor:
+        if missing > 0:
+            config = self.info.config
+            enough = next(frames for frames in itertools.count(missing) if config.code_frames(frames) >= missing)
+            mels = [*mels, mels[0].new_zeros(enough, config.n_mels)]
+        return self._model.encode(torch.cat(mels), Spans([len(mel) for mel in mels]), books)
 
     @torch.inference_mode()
     def _steps(self, work: Work, flops: float) -> Generator[float, None, Answer]:

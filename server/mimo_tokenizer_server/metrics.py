@@ -72,6 +72,8 @@ class Metrics:
         self._batch_frames = histogram("batch_frames", "Code frames that were computed together.", "kind", _FRAMES)
         self._batch_items = histogram("batch_items", "Pieces of work that were computed together.", "kind", _ITEMS)
         self._busy = counter("device_busy_seconds", "What the device computed, whatever came of it.", "kind")
+        self._graph_hits = counter("graph_hits", "Batches that were one of the recorded CUDA graphs.", "kind")
+        self._graph_misses = counter("graph_misses", "Batches for which no graph was recorded.", "kind")
         self._frames = counter("code_frames", "Code frames that were computed.", "kind")
         self._audio = counter("audio_seconds", "Sound that these frames stand for.", "kind")
         self._build = Info(f"{_PREFIX}_build", "Versions.", registry=registry)
@@ -83,6 +85,9 @@ class Metrics:
         for metric in (*by_kind, self._busy, self._frames, self._audio):
             for kind in Kind:
                 metric.labels(kind.name.lower())
+        for counted in (self._graph_hits, self._graph_misses):
+            for kind in (Kind.ENCODE, Kind.DECODE):
+                counted.labels(kind.name.lower())
         for method in _METHODS:
             self._durations.labels(method)
             self._in_progress.labels(method)
@@ -116,6 +121,10 @@ class Metrics:
         """Count a call that has ended."""
         self._requests.labels(method, status).inc()
         self._durations.labels(method).observe(seconds)
+
+    def graph(self, kind: Kind, hit: bool) -> None:
+        """Count a batch where graphs are recorded: it was one of them, or not."""
+        (self._graph_hits if hit else self._graph_misses).labels(kind.name.lower()).inc()
 
     def busy(self, kind: Kind, seconds: float) -> None:
         """Count what a batch or a step took of the device."""

@@ -122,7 +122,7 @@ class Server:
         self._stopping = asyncio.Event()
         self._metrics = metrics = Metrics(versions())
         self._scheduler = scheduler = Scheduler(
-            lambda: Engine(config),
+            lambda: Engine(config, metrics.graph),
             lambda info: config.max_queued_frames or 2 * Limits.of(config, info).max_frames,
             self._device_failed,
             metrics=metrics,

@@ -111,7 +111,7 @@ class AttentionPlan:
         one_by_one: bool = False,
     ) -> None:
         self._spans = spans
-        self._reach = reach = Reach(max(spans.lengths), window, causal)
+        self._reach = reach = Reach(spans.longest, window, causal)
         # Functions, not methods of this object: in a circle its tensors would wait for the garbage collector.
         self._attend: Callable[[AttentionPlan, Tensor, Tensor, Tensor], Tensor]
         if one_by_one and len(spans) > 1 and not has_varlen(head_dim, device, dtype):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import TokenizerConfig
-from .packing import Spans, add_overlapping, overlap_add, tree_sum
+from .packing import Slots, Spans, add_overlapping, overlap_add, tree_sum
 from .rows import RowWise, by_tiles
 from .transformer import Transformer, row_pieces
 from .vocoder import Vocoder
@@ -75,7 +75,9 @@ class UpsampleConv(RowWise):
         """
         device = moments.device
         starts, sizes = held.cumulative(device)[:-1, None], counted.sizes(device)[:, None]
-        widths = [1 << (length - 1).bit_length() for length in counted.lengths]
+        if isinstance(counted, Slots):
+            return self._padded_statistics(moments, starts, sizes, _power_of_two(counted.longest))
+        widths = [_power_of_two(length) for length in counted.lengths]
         if max(widths) * len(widths) <= _MOST_PADDING * held.total:
             return self._padded_statistics(moments, starts, sizes, max(widths))
         # Short ones beside long ones: those of one width together, or there would be more padding than rows.
@@ -141,6 +143,10 @@ class UpsampleConv(RowWise):
     def flops(self, length: int) -> float:
         """Floating-point operations of the product."""
         return 2.0 * length * self.conv.in_channels * self.channels * self.kernel
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _row_moments(rows: Tensor) -> Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Lengths up to which the roundings of convolutions are looked at; more than any kernel and stride together.
+_MOST_ROUNDED = 24
 
 
 class Spans:
@@ -20,6 +25,7 @@ class Spans:
         lengths: rows of each item.
         starts: first row of each item.
         total: rows of all items.
+        longest: rows of the longest item.
 
     Raises:
         ValueError: there is no item, or one without rows.
@@ -32,13 +38,18 @@ class Spans:
         ends = tuple(accumulate(self.lengths))
         self.starts = (0, *ends[:-1])
         self.total = ends[-1]
+        self.longest = max(self.lengths)
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def map(self, function: Callable[[int], int]) -> Spans:
-        """The same items with other lengths."""
+    def map(self, function: Callable[[Any], Any]) -> Spans:
+        """The same items with other lengths.
+
+        Args:
+            function: of a length, or elementwise of a tensor of them.
+        """
         return Spans([function(length) for length in self.lengths])
 
     def scaled(self, factor: int) -> Spans:
@@ -89,6 +100,56 @@ class Spans:
         if (name, device) not in self._tensors:
             self._tensors[name, device] = make()
         return self._tensors[name, device]
+
+
+class Slots(Spans):
+    """Items of which the host knows no lengths: what is computed for some can be recorded, and run for others.
+
+    Args:
+        sizes: rows of each item, int64 (slots,) on the device; 0 for a slot that is empty. The last one takes the rows
+            that are left, whatever it says.
+        total: rows of all.
+    """
+
+    def __init__(self, sizes: Tensor, total: int) -> None:
+        used = sizes[:-1]
+        self.total = self.longest = total
+        self._sizes = torch.cat((used, total - used.sum(0, keepdim=True)))
+        self._tensors = {}
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def map(self, function: Callable[[Any], Any]) -> Slots:
+        """The same items with other lengths; see `Spans.map`. The last slot takes what they may have had more."""
+        return Slots(function(self._sizes).clamp(min=0), _most_in_all(function, self.total, len(self)))
+
+    def cut(self, x: Tensor, first: int, kept: Spans) -> Tensor:
+        """As `Spans.cut`."""
+        starts = self.cumulative(x.device)[kept.items(x.device)]
+        return x[starts + kept.positions(x.device) + first]
+
+    def sizes(self, device: torch.device) -> Tensor:
+        """As `Spans.sizes`."""
+        return self._sizes
+
+    def cumulative(self, device: torch.device) -> Tensor:
+        """As `Spans.cumulative`."""
+        return self._cached("cumulative", device, lambda: F.pad(self._sizes.cumsum(0), (1, 0)).to(torch.int32))
+
+
+def _most_in_all(function: Callable[[int], int], total: int, items: int) -> int:
+    """The largest sum of a function of some items' lengths, which are `total` in all.
+
+    What is rounded gains most where all items but one are of one length, and short; for what is not, all are the same.
+    """
+    short = range(_MOST_ROUNDED)
+    sums = []
+    for length, other in itertools.product(short, short):
+        rest = total - (items - 2) * length - other
+        if rest >= 0:
+            sums.append(sum(max(0, function(n)) * count for n, count in ((length, items - 2), (other, 1), (rest, 1))))
+    return max(sums)
 
 
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -52,24 +52,28 @@ class ResidualVectorQuantizer(RowWise):
 
         return by_tiles(quantize, x, self.tile_rows).T.contiguous()
 
-    def decode(self, codes: Tensor, spans: Spans | None = None, books: Sequence[int] | None = None) -> Tensor:
+    def decode(self, codes: Tensor, spans: Spans | None = None, books: Sequence[int] | Tensor | None = None) -> Tensor:
         """Sum of the codes' entries.
 
         Args:
             codes: integers (num_quantizers, frames), each within its codebook; fewer rows than codebooks are fine.
             spans: the items' frames; needed with `books`.
-            books: codebooks that each item uses, counted from the first; its codes for the others are ignored. None
-                for all the rows given.
+            books: codebooks that each item uses, counted from the first, numbers or int64 (items,) on the device; its
+                codes for the others are ignored. None for all the rows given.
 
         Returns:
             float32 (frames, dim).
         """
         out: Tensor = self.codebooks[0][codes[0]]
         least = len(codes)
-        if spans is not None and books is not None and min(books) < least:
+        device = codes.device
+        if isinstance(books, Tensor):
+            least = 1
+        elif books is not None and min(books) < least:
             least = min(books)
-            device = codes.device
-            used = to_device(books, torch.int64, device)[spans.items(device)].unsqueeze(1)
+            books = to_device(books, torch.int64, device)
+        if spans is not None and isinstance(books, Tensor):
+            used = books[spans.items(device)].unsqueeze(1)
         for number in range(1, len(codes)):
             added = out + self.codebooks[number][codes[number]]
             # An item that does not use the codebook keeps its very bits.

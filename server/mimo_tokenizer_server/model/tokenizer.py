@@ -68,14 +68,14 @@ class MiMoAudioTokenizer(nn.Module):
         """
         return self.encoder.encode(mel, spans, num_quantizers)
 
-    def decode_vq(self, codes: Tensor, spans: Spans, books: Sequence[int] | None = None) -> Tensor:
+    def decode_vq(self, codes: Tensor, spans: Spans, books: Sequence[int] | Tensor | None = None) -> Tensor:
         """Sum of the codes' codebook vectors.
 
         Args:
             codes: integers (num_quantizers, spans.total), each within its codebook.
             spans: the items' code frames.
-            books: codebooks that each item uses, counted from the first; its codes for the others are ignored. None
-                for all the rows given.
+            books: codebooks that each item uses, counted from the first, numbers or int64 (items,) on the device; its
+                codes for the others are ignored. None for all the rows given.
 
         Returns:
             float32 (spans.total, d_model).

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -32,27 +33,55 @@ class ISTFTHead(RowWise):
 
     def forward(self, x: Tensor, spans: Spans) -> Tensor:  # type: ignore[override]
         """Map packed (mel frames, dim) to samples: frames * hop of each item's, or one hop less for "center"."""
-        summed, hops = overlap_add(self.blocks(x), spans)
-        item = hops.items(x.device)
-        waves = summed.div_(self.covered(hops.positions(x.device), spans.sizes(x.device)[item]))
-        # A "center" item of one frame has no samples, and is none of the packed ones.
-        kept = [(start, self.samples(frames)) for start, frames in zip(hops.starts, spans.lengths, strict=True)]
-        flat = waves.flatten()
-        pieces = [flat[start * self.hop + self.cut :][:samples] for start, samples in kept]
+        pieces = self.waveforms(self.waves(self.frames(self.spectrum(x)), spans), spans.lengths)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def samples(self, frames: int) -> int:
         """Samples that an item of `frames` gives."""
         return (frames if self.same else frames - 1) * self.hop
 
-    def blocks(self, x: Tensor) -> Tensor:
-        """The windowed frames: (mel frames, dim) to float32 (mel frames, hops of a frame, hop)."""
-        log_magnitude, phase = self.out(x).float().chunk(2, dim=-1)  # each (frames, n_fft / 2 + 1)
+    def spectrum(self, x: Tensor) -> Tensor:
+        """Map (mel frames, dim) to complex64 (mel frames, n_fft / 2 + 1)."""
+        log_magnitude, phase = self.out(x).float().chunk(2, dim=-1)
         magnitude = log_magnitude.exp().clamp_(max=_MAX_MAGNITUDE)
         # torch.polar gives the same and, on a CPU, takes three times as long.
-        spectrum = torch.complex(phase.cos() * magnitude, phase.sin() * magnitude)
-        frames = by_tiles(lambda tile: torch.fft.irfft(tile, self.n_fft), spectrum, self.tile_rows)
+        return torch.complex(phase.cos() * magnitude, phase.sin() * magnitude)
+
+    def frames(self, spectrum: Tensor) -> Tensor:
+        """The inverse transform of each frame: complex64 (mel frames, n_fft / 2 + 1) to float32 (mel frames, n_fft)."""
+        return by_tiles(lambda tile: torch.fft.irfft(tile, self.n_fft), spectrum, self.tile_rows)
+
+    def blocks(self, frames: Tensor) -> Tensor:
+        """Window frames in place: (mel frames, n_fft) to (mel frames, hops of a frame, hop)."""
         return self._in_hops(frames.mul_(self.window))
+
+    def waves(self, frames: Tensor, spans: Spans) -> Tensor:
+        """Add up the items' frames, with the overhang at their ends.
+
+        Args:
+            frames: (spans.total, n_fft); taken.
+            spans: the items' mel frames.
+
+        Returns:
+            float32 (hops, hop); of an item, hops of a frame, less 1, more than its frames.
+        """
+        summed, hops = overlap_add(self.blocks(frames), spans)
+        item = hops.items(summed.device)
+        return summed.div_(self.covered(hops.positions(summed.device), spans.sizes(summed.device)[item]))
+
+    def waveforms(self, waves: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """The items' samples, without the overhang.
+
+        Args:
+            waves: (hops, hop), as `waves` gives them.
+            lengths: mel frames of each item; there may be more items than are wanted.
+
+        Returns:
+            Views of (samples,), `samples` of each item's length; of a "center" item of one frame there are none.
+        """
+        flat = waves.flatten()
+        starts = accumulate(((frames + self.hops - 1) * self.hop for frames in lengths), initial=self.cut)
+        return [flat[start:][: self.samples(frames)] for start, frames in zip(starts, lengths, strict=False)]
 
     def _in_hops(self, frames: Tensor) -> Tensor:
         padded = F.pad(frames, (0, self.hops * self.hop - self.n_fft))
@@ -100,6 +129,10 @@ class Vocoder(Transformer):
         waveform: Tensor = self.head(self.run_layers(self.embeddings(mel), spans), spans)
         return waveform
 
+    def spectrum(self, mel: Tensor, spans: Spans) -> Tensor:
+        """Map packed (mel frames, n_mels) to their spectra, as `ISTFTHead.spectrum` gives them."""
+        return self.head.spectrum(self.run_layers(self.embeddings(mel), spans))
+
     def steps(self, mel: Tensor, flops: float) -> Generator[float, None, Tensor]:
         """`forward` for one item, step by step; see `Transformer.layer_steps`."""
         length, head = len(mel), self.head
@@ -112,7 +145,7 @@ class Vocoder(Transformer):
         waves = torch.zeros(length + head.hops - 1, head.hop, dtype=torch.float32, device=x.device)
         cost = head.out.flops(1)
         for start, stop in row_pieces(length, cost, flops):
-            add_overlapping(waves, start, head.blocks(self.layer_norm(x[start:stop])))
+            add_overlapping(waves, start, head.blocks(head.frames(head.spectrum(self.layer_norm(x[start:stop])))))
             yield (stop - start) * cost
         for start, stop in row_pieces(len(waves), 1, torch.inf):
             waves[start:stop] /= head.covered(torch.arange(start, stop, device=x.device), length)
