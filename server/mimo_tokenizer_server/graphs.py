@@ -29,10 +29,17 @@ _MOST_DECODED = 128
 _MOST_ENCODED = 32
 
 
+# Of kernels and strides; for larger ones `Slots` are not known to have room for what is rounded.
+_LARGEST_STEP = 9
+
+
 def can_record(model: MiMoAudioTokenizer) -> bool:
-    """Whether the model's attention takes items whose lengths only the device knows."""
+    """Whether the model's attention takes items whose lengths only the device knows, and its convolutions do."""
     stacks = (model.encoder, model.decoder, model.decoder.vocoder)
-    return all(has_varlen(stack.head_dim, model.device, model.dtype) for stack in stacks)
+    config = model.config
+    return max(config.kernel_size, config.stride_size, config.avg_pooler) <= _LARGEST_STEP and all(
+        has_varlen(stack.head_dim, model.device, model.dtype) for stack in stacks
+    )
 
 
 class Graphs:
@@ -86,7 +93,7 @@ class _Decode:
     for it, and a graph would need its own for as long as it lives.
     """
 
-    def __init__(self, model: MiMoAudioTokenizer, frames: int, pool: Any) -> None:
+    def __init__(self, model: MiMoAudioTokenizer, frames: int, pool: object) -> None:
         self.frames = frames
         self._head = head = model.decoder.vocoder.head
         self._mel_frames = model.config.samples_per_frame // model.config.hop_length  # of a code frame
@@ -134,7 +141,7 @@ class _Encode:
         frames: mel frames that it takes.
     """
 
-    def __init__(self, model: MiMoAudioTokenizer, code_frames: int, pool: Any) -> None:
+    def __init__(self, model: MiMoAudioTokenizer, code_frames: int, pool: object) -> None:
         config = model.config
         self.frames = code_frames * config.samples_per_frame // config.hop_length
         self._mel = _zeros(model, self.frames, config.n_mels)
@@ -179,11 +186,7 @@ def _record(function: Callable[[], T], pool: Any) -> tuple[T, Callable[[], None]
     Returns:
         What it returns, and a call that does it all again, with its results in the same tensors.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()  # libraries prepare themselves at their first call, which cannot be recorded
-    torch.cuda.current_stream().wait_stream(stream)
+    function()  # libraries prepare themselves at their first call, which cannot be recorded
     graph = torch.cuda.CUDAGraph()
     # Other threads may ask the device for its memory meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

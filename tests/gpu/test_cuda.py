@@ -20,7 +20,7 @@ from mimo_tokenizer_server.engine import Engine
 from mimo_tokenizer_server.errors import Reason, RequestError
 from mimo_tokenizer_server.memory import MemoryLimitError
 from mimo_tokenizer_server.model.frontend import SegmentCutter
-from mimo_tokenizer_server.work import Answer, DecodeVqWork, DecodeWork, EncodeWork, Work
+from mimo_tokenizer_server.work import Answer, DecodeVqWork, DecodeWork, EncodeWork, Kind, Work
 
 RATE = 24_000
 
@@ -160,6 +160,56 @@ def test_batch_invariant_is_the_same_bits(dtype: str) -> None:
         for order in (works, works[::-1], works[3:6]):
             for work, answer in zip(order, run(gpu, list(order)), strict=True):
                 np.testing.assert_array_equal(answer, alone[works.index(work)])
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_graphs_change_nothing(dtype: str, invariant: bool) -> None:
+    """Batch after batch, each in what the ones before have left in the graphs' tensors."""
+    counted: list[tuple[Kind, bool]] = []
+    plain = engine("cuda:0", dtype, max_graph_frames=0, batch_invariant=invariant)
+    config = ServeConfig(model="tiny", load_format="dummy", device="cuda:0", dtype=dtype, batch_invariant=invariant)
+    graphed = Engine(config, lambda kind, hit: counted.append((kind, hit)))
+    assert counted == []
+    rng = np.random.default_rng(0)
+    shapes = [
+        [1],
+        [512],
+        [3, 500],
+        [25] * 8,
+        [1] * 128,
+        [1] * 129,
+        [600],
+        *(list(rng.integers(1, 60, 9)) for _ in range(6)),
+    ]
+    for seed, lengths in enumerate(shapes):
+        works: list[Work] = [
+            DecodeWork(random_codes(plain, frames, seed + item, 1 + (seed + item) % 20), item % 3, int16=item % 2 == 1)
+            for item, frames in enumerate(lengths)
+        ]
+        for ours, theirs in zip(run(graphed, works), run(plain, works), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert counted.pop() == (Kind.DECODE, sum(lengths) <= 512 and len(lengths) <= 128)
+        sounds = [sound(frames / 25, seed) for frames in lengths[:40]]
+        encodes = [work for samples in sounds for work in encode_works(plain, samples)]
+        for ours, theirs in zip(run(graphed, encodes), run(plain, encodes), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        mel_frames = sum(work.segment.frames for work in encodes if isinstance(work, EncodeWork))
+        assert counted.pop() == (Kind.ENCODE, mel_frames <= 2048 and len(encodes) <= 32)
+    assert counted == []
+
+
+def test_graphs_are_given_back() -> None:
+    """With the engine that they belong to."""
+    device = torch.device("cuda:0")
+    left = []
+    for _ in range(3):
+        gpu = engine("cuda:0", "bfloat16")
+        decode(gpu, random_codes(gpu, 30, 0))
+        del gpu
+        memory.release(device)
+        left.append(memory.used(device))
+    assert left[2] <= left[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_helpers import CPU
 from torch import nn
 
-from mimo_tokenizer_server.model.packing import Spans, item_windows, overlap_add, tree_sum, windows
+from mimo_tokenizer_server.model.packing import Slots, Spans, item_windows, overlap_add, tree_sum, windows
 from mimo_tokenizer_server.model.rows import (
     Activation,
     Conv1d,
@@ -27,6 +27,8 @@ from mimo_tokenizer_server.model.rows import (
     set_tile_rows,
 )
 from mimo_tokenizer_server.model.transformer import _ACTIVATIONS
+
+_SLOTS = 9
 
 _LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
@@ -234,3 +236,39 @@ def test_a_pytorch_without_packed_products_does_without(
     assert _products_work.__wrapped__()
     monkeypatch.setattr(Float32Product, method, stand_in)
     assert not _products_work.__wrapped__()
+
+
+@given(lengths=_LENGTHS, left=st.integers(0, 20), data=st.data())
+def test_slots_are_spans(lengths: list[int], left: int, data: st.DataObject) -> None:
+    """In all that is asked of them, but for what the host does not know: where there are more slots than items."""
+    sizes = torch.tensor(lengths + [0] * (_SLOTS - len(lengths)))
+    slots, spans = Slots(sizes, sum(lengths) + left), Spans(lengths)
+    kernel, stride = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    functions: list[Callable[[Any], Any]] = [
+        lambda length: length * stride,
+        lambda length: length + kernel - 1,
+        lambda length: (length - 1) * stride + stride + kernel,
+    ]
+    for function in functions:
+        mapped, expected = slots.map(function), spans.map(function)
+        rest = _SLOTS - len(lengths)
+        # What multiplies and adds leaves as much to the last slot as it would have by itself.
+        assert mapped.total == expected.total + (rest - 1) * function(0) + function(left)
+        assert torch.equal(mapped.sizes(CPU)[: len(lengths)], expected.sizes(CPU))
+        assert torch.equal(mapped.cumulative(CPU)[: len(lengths) + 1], expected.cumulative(CPU))
+        assert torch.equal(mapped.items(CPU)[: expected.total], expected.items(CPU))
+        assert torch.equal(mapped.positions(CPU)[: expected.total], expected.positions(CPU))
+        assert len(mapped.items(CPU)) == mapped.total
+        x = torch.arange(mapped.total)
+        assert torch.equal(mapped.cut(x, 0, slots)[: spans.total], expected.cut(x[: expected.total], 0, spans))
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=_SLOTS - 1), left=st.integers(0, 40), data=st.data())
+def test_slots_have_room_for_every_rounding(lengths: list[int], left: int, data: st.DataObject) -> None:
+    kernel, stride = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    sizes = torch.tensor(lengths + [0] * (_SLOTS - len(lengths)))
+    slots = Slots(sizes, sum(lengths) + left)
+    for function in (lambda n: (n + 2 - kernel) // stride + 1, lambda n: -(-n // stride)):
+        mapped = slots.map(function).sizes(CPU)
+        assert mapped.min() >= 0
+        assert torch.equal(mapped[: len(lengths)], torch.tensor([max(0, function(n)) for n in lengths]))
