@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mimo_tokenizer_client import ServerInfo, TokenizerClient, TokenizerError
 
 from . import threads
-from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig
+from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig, TracingError
 from .model.config import MAX_AUDIO_SECONDS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -173,6 +173,12 @@ def cli() -> None:
     help="Where Prometheus reads the metrics over HTTP: host:port. Whoever reaches it may.  [default: nowhere]",
 )
 @_option(
+    "--trace",
+    is_flag=True,
+    help="Trace calls with OpenTelemetry: where to, how many and as which service its own variables say, such as"
+    " OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_SAMPLER and OTEL_SERVICE_NAME. Needs the extra [tracing].",
+)
+@_option(
     "--grace-seconds",
     type=_Seconds(0, _DAY),
     default=30.0,
@@ -220,6 +226,13 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         ) from None
     except (ImportError, OSError, RuntimeError) as error:
         raise click.ClickException(_broken_pair(error)) from None
+    if config.trace:
+        try:
+            from . import tracing  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise click.ClickException(
+                f"--trace needs {error.name}: pip install 'mimo-audio-tokenizer-service[tracing]'"
+            ) from None
     from .device import DeviceError, dtype_of, pin, resolve
     from .memory import MemoryLimitError, parse_limit
     from .model.checkpoint import CheckpointError
@@ -245,7 +258,8 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     try:
         status = asyncio.run(run(config))
     except (
-        AddressError, CheckpointError, ConfigError, MemoryLimitError, QuantizeError, torch.OutOfMemoryError
+        AddressError, CheckpointError, ConfigError, MemoryLimitError, QuantizeError, TracingError,
+        torch.OutOfMemoryError,
     ) as error:  # fmt: skip
         raise click.ClickException(str(error)) from None
     sys.exit(status)
