@@ -385,6 +385,33 @@ def health(address: str, wait: float) -> None:
     click.echo("ready")
 
 
+@cli.command("top")
+@click.argument("address", envvar=f"{ENVIRONMENT_PREFIX}METRICS_ADDRESS", default="127.0.0.1:9100", metavar="[ADDRESS]")
+@click.option(
+    "--interval",
+    type=_Seconds(0.1, _DAY),
+    default=2.0,
+    show_default=True,
+    help="Seconds between readings, of which the rates are.",
+)
+@click.option("--once", is_flag=True, help="Print what the server has done since its start, and end.")
+def live_view(address: str, interval: float, once: bool) -> None:
+    """Watch a running server's figures: calls, batches, the device, memory.
+
+    ADDRESS is where it serves its metrics (serve --metrics-address): host:port or a URL. Left out, it is what
+    MIMO_AUDIO_TOKENIZER_METRICS_ADDRESS says, or else 127.0.0.1:9100. Where the output is no terminal, it is printed
+    anew each time. Ctrl-C ends it.
+    """
+    from . import top
+
+    try:
+        top.run(address, interval, once)
+    except KeyboardInterrupt:
+        return
+    except top.TopError as error:
+        raise click.ClickException(str(error)) from None
+
+
 @cli.command("bench")
 @_address
 @click.option(

@@ -49,6 +49,7 @@ class Tracing:
         logger = logging.getLogger("opentelemetry")
         logger.handlers[:] = [_Retold(logging.WARNING)]
         logger.propagate = False
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # and not each attempt
         try:
             self._exporter = _exporter()
             resource = Resource.create(
@@ -69,17 +70,23 @@ class Tracing:
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
         """Of the server; they trace the service's own methods."""
         ours = filters.service_name(SERVICE.full_name)
-        return aio_server_interceptor(self._provider, ours), _Fitting()
+        return aio_server_interceptor(self._provider, ours), _Fitting()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Export what there is, within a second."""
         if self._exporter is not None:
             # To shut down the processor waits for half a minute; without its exporter it does not.
-            giving_up = threading.Timer(_FLUSH_SECONDS, self._exporter.shutdown)
+            giving_up = threading.Timer(_FLUSH_SECONDS, self._give_up, (self._exporter,))
             giving_up.daemon = True
             giving_up.start()
             self._provider.shutdown()
             giving_up.cancel()
+
+    @staticmethod
+    def _give_up(exporter: SpanExporter) -> None:
+        logging.getLogger("opentelemetry").handlers[:] = [logging.NullHandler()]
+        log(logging.WARNING, "tracing", says=f"the last spans could not be exported within {_FLUSH_SECONDS:g} s")
+        exporter.shutdown()
 
 
 def ended(status: str, **facts: str | int | float) -> None:
@@ -93,7 +100,7 @@ def ended(status: str, **facts: str | int | float) -> None:
         span.set_status(trace.StatusCode.ERROR, status)
 
 
-class _Fitting(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class _Fitting(grpc.aio.ServerInterceptor):
     """Makes the service's handlers such as OpenTelemetry's interceptor, which comes before, can do with."""
 
     async def intercept_service(
