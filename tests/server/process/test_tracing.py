@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from process_harness import (
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 from mimo_audio_tokenizer.v1 import tokenizer_pb2_grpc
 from mimo_tokenizer_client import TokenizerClient
+from mimo_tokenizer_server import telemetry, tracing
 
 TINY = ("--load-format", "dummy", "--model", "tiny", "--device", "cpu", "--address", "127.0.0.1:0")
 SERVICE = "mimo_audio_tokenizer.v1.AudioTokenizer"
@@ -267,3 +269,22 @@ def test_without_the_extra(tmp_path: Path) -> None:
 def test_settings_that_opentelemetry_does_not_take(variable: str, value: str) -> None:
     done = run_command("serve", *TINY, "--trace", env={variable: value})
     assert_one_sentence(done, "OTEL_", value)
+
+
+def test_what_opentelemetry_repeats_is_told_once() -> None:
+    """A day without a collector, as its exporter tells of it; its own filter lets it through every 20 seconds."""
+    told: list[logging.LogRecord] = []
+    keeper = logging.Handler()
+    keeper.emit = told.append  # type: ignore[method-assign]
+    telemetry.logger.addHandler(keeper)
+    try:
+        retold = tracing._Retold(logging.WARNING)
+        for number in range(4000):
+            for text in ("Failed to export traces to %s", "Queue full, dropping %s."):
+                retold.handle(logging.LogRecord("opentelemetry", logging.ERROR, "", 0, text, (number,), None))
+    finally:
+        telemetry.logger.removeHandler(keeper)
+    assert [record.fields["says"] for record in told] == [  # type: ignore[attr-defined]
+        "Failed to export traces to 0",
+        "Queue full, dropping 0.",
+    ]
