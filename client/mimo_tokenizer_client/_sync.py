@@ -269,7 +269,10 @@ class TokenizerClient:
             try:
                 return list(call)
             finally:
-                call.cancel()  # after an interrupt, too; of no effect on a call that is done
+                # After an interrupt, too; of no effect on a call that is done. OpenTelemetry's instrumentation makes a
+                # generator of a call, which cancels it when it is let go of.
+                if hasattr(call, "cancel"):
+                    call.cancel()
         except (grpc.RpcError, ValueError) as error:
             # A closed channel ends its calls with CANCELLED and refuses new ones with ValueError.
             if self._closed.is_set():

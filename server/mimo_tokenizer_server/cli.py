@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mimo_tokenizer_client import ServerInfo, TokenizerClient, TokenizerError
 
 from . import threads
-from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig
+from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig, TracingError
 from .model.config import MAX_AUDIO_SECONDS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,6 +180,12 @@ def cli() -> None:
     help="Where Prometheus reads the metrics over HTTP: host:port. Whoever reaches it may.  [default: nowhere]",
 )
 @_option(
+    "--trace",
+    is_flag=True,
+    help="Trace calls with OpenTelemetry: where to, how many and as which service its own variables say, such as"
+    " OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_SAMPLER and OTEL_SERVICE_NAME. Needs the extra [tracing].",
+)
+@_option(
     "--grace-seconds",
     type=_Seconds(0, _DAY),
     default=30.0,
@@ -227,6 +233,13 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         ) from None
     except (ImportError, OSError, RuntimeError) as error:
         raise click.ClickException(_broken_pair(error)) from None
+    if config.trace:
+        try:
+            from . import tracing  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise click.ClickException(
+                f"--trace needs {error.name}: pip install 'mimo-audio-tokenizer-service[tracing]'"
+            ) from None
     from .device import DeviceError, dtype_of, pin, resolve
     from .memory import MemoryLimitError, parse_limit
     from .model.checkpoint import CheckpointError
@@ -252,7 +265,8 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     try:
         status = asyncio.run(run(config))
     except (
-        AddressError, CheckpointError, ConfigError, MemoryLimitError, QuantizeError, torch.OutOfMemoryError
+        AddressError, CheckpointError, ConfigError, MemoryLimitError, QuantizeError, TracingError,
+        torch.OutOfMemoryError,
     ) as error:  # fmt: skip
         raise click.ClickException(str(error)) from None
     sys.exit(status)
@@ -376,6 +390,33 @@ def health(address: str, wait: float) -> None:
                 f"the server at {address} is not ready: it is starting or draining, or it is not there"
             )
     click.echo("ready")
+
+
+@cli.command("top")
+@click.argument("address", envvar=f"{ENVIRONMENT_PREFIX}METRICS_ADDRESS", default="127.0.0.1:9100", metavar="[ADDRESS]")
+@click.option(
+    "--interval",
+    type=_Seconds(0.1, _DAY),
+    default=2.0,
+    show_default=True,
+    help="Seconds between readings, of which the rates are.",
+)
+@click.option("--once", is_flag=True, help="Print what the server has done since its start, and end.")
+def live_view(address: str, interval: float, once: bool) -> None:
+    """Watch a running server's figures: calls, batches, the device, memory.
+
+    ADDRESS is where it serves its metrics (serve --metrics-address): host:port or a URL. Left out, it is what
+    MIMO_AUDIO_TOKENIZER_METRICS_ADDRESS says, or else 127.0.0.1:9100. Where the output is no terminal, it is printed
+    anew each time. Ctrl-C ends it.
+    """
+    from . import top
+
+    try:
+        top.run(address, interval, once)
+    except KeyboardInterrupt:
+        return
+    except top.TopError as error:
+        raise click.ClickException(str(error)) from None
 
 
 @cli.command("bench")

@@ -16,6 +16,10 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 MIB = 1 << 20
 
 
+class TracingError(ValueError):
+    """Spans cannot be exported as the environment says; the sentence says why."""
+
+
 @dataclass(frozen=True)
 class ServeConfig:
     """Settings of one server process.
@@ -43,6 +47,7 @@ class ServeConfig:
             tenths of what there is.
         batch_invariant: whether an item's answer is the same bits in every batch.
         metrics_address: "host:port" where Prometheus reads the metrics; None for nowhere.
+        trace: whether calls are traced, by OpenTelemetry.
         grace_seconds: how long calls in flight may take to finish after SIGTERM.
         log_level: least level that is logged.
         log_format: "text" or "json".
@@ -68,6 +73,7 @@ class ServeConfig:
     device_memory_limit: str | None = None
     batch_invariant: bool = False
     metrics_address: str | None = None
+    trace: bool = False
     grace_seconds: float = 30.0
     log_level: str = "info"
     log_format: str = "text"

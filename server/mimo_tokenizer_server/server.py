@@ -135,10 +135,18 @@ class Server:
         metrics.watch("device_memory_limit_bytes", "Memory of the device that it may use.", scheduler.memory_limit)
         # The service refuses calls over its own limit, with words and a status of its own; this one keeps what a flood
         # of them may hold in memory bounded. Health checks count here, and have room above it.
+        if config.trace:
+            from . import tracing
+
+            self._tracing = tracing.Tracing(versions())
         self._grpc = grpc.aio.server(
-            options=_options(config), maximum_concurrent_rpcs=2 * config.max_concurrent_calls + _OTHER_CALLS
+            options=_options(config),
+            interceptors=self._tracing.interceptors() if config.trace else (),
+            maximum_concurrent_rpcs=2 * config.max_concurrent_calls + _OTHER_CALLS,
         )
-        self._servicer = TokenizerServicer(self._scheduler, config, metrics)
+        self._servicer = TokenizerServicer(
+            self._scheduler, config, metrics, traced=tracing.ended if config.trace else None
+        )
         self._grpc.add_generic_rpc_handlers((generic_handler(self._servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
@@ -207,7 +215,9 @@ class Server:
         # gRPC drains too, but answers CANCELLED to calls that were on their way, and may hang up on its last answers.
         await self._servicer.drain(grace)
         await self._grpc.stop(_HANG_UP_SECONDS)
-        idle = await self._scheduler.close(timeout=1.0)
+        # In a thread while the device comes to its end: it takes a second at most.
+        flushing = asyncio.to_thread(self._tracing.close) if self._config.trace else asyncio.sleep(0)
+        idle, _ = await asyncio.gather(self._scheduler.close(timeout=1.0), flushing)
         log(logging.INFO, "stopped", exit_status=self._exit_status)
         if not idle or self._exit_status == EXIT_DEVICE_FAILURE:
             # Nobody waits any more for what the device thread is at, and it cannot be told to leave off; and what is

@@ -75,6 +75,17 @@ class _Call:
             self.batch_items, self.batch_frames = done.batch_items, done.batch_frames
         return done.value
 
+    def facts(self) -> dict[str, Any]:
+        """What logs and spans tell of it."""
+        return {
+            "request_id": self.request_id,
+            "client": self.client,
+            "items": self.items,
+            "frames": self.frames,
+            "queue_seconds": self.queue_seconds,
+            "compute_seconds": self.compute_seconds,
+        }
+
     def timings(self) -> pb.Timings:
         return pb.Timings(
             queue_seconds=self.queue_seconds,
@@ -94,12 +105,20 @@ class TokenizerServicer:
         scheduler: computes.
         config: the process's settings.
         metrics: told of each call; None for metrics that nobody reads.
+        traced: told of each call within its span; None where calls are not traced.
     """
 
-    def __init__(self, scheduler: Scheduler, config: ServeConfig, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        config: ServeConfig,
+        metrics: Metrics | None = None,
+        traced: Callable[..., None] | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._config = config
         self._metrics = metrics or Metrics(versions())
+        self._traced = traced
         self._calls = 0
         self._arriving = 0
         self._draining = False
@@ -391,16 +410,13 @@ class TokenizerServicer:
                 outcome = messages.STATUS[error.reason].name
             seconds = time.monotonic() - call.arrived
             self._metrics.ended(method, outcome, seconds)
+            if self._traced is not None:
+                self._traced(outcome, batch_items=call.batch_items, **call.facts())
             log(
                 logging.DEBUG,
                 method,
                 status=outcome,
-                request_id=call.request_id,
-                client=call.client,
-                items=call.items,
-                frames=call.frames,
-                queue_seconds=call.queue_seconds,
-                compute_seconds=call.compute_seconds,
+                **call.facts(),
                 total_seconds=seconds,
                 error=str(error) if error else "-",
             )

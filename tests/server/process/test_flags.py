@@ -56,6 +56,7 @@ VALUES: dict[str, tuple[str, str, Any]] = {
     "--device-memory-limit": ("3GiB", "device_memory_limit", "3GiB"),
     "--batch-invariant": ("true", "batch_invariant", True),
     "--metrics-address": ("127.0.0.1:9100", "metrics_address", "127.0.0.1:9100"),
+    "--trace": ("true", "trace", True),
     "--grace-seconds": ("1.5", "grace_seconds", 1.5),
     "--log-level": ("debug", "log_level", "debug"),
     "--log-format": ("json", "log_format", "json"),
