@@ -204,9 +204,13 @@ class Server:
         if self._address.path is not None:
             # First of all: from then on the path is a successor's.
             self._address.path.unlink(missing_ok=True)
-        # gRPC drains too, but answers CANCELLED to calls that were on their way, and may hang up on its last answers.
+        # Clients are told at once (GOAWAY) to make their next call on another connection: to a successor, which may be
+        # there long before the last call has finished here. To one that was on its way gRPC answers CANCELLED. It may
+        # hang up on its last answers, so it has a moment left when the service has given them.
+        leaving = asyncio.ensure_future(self._grpc.stop(grace + _HANG_UP_SECONDS))
         await self._servicer.drain(grace)
         await self._grpc.stop(_HANG_UP_SECONDS)
+        await leaving
         idle = await self._scheduler.close(timeout=1.0)
         log(logging.INFO, "stopped", exit_status=self._exit_status)
         if not idle or self._exit_status == EXIT_DEVICE_FAILURE:
