@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import soundfile
+import trustme
 import yaml
 from documents import ROOT, SHELL, Command, is_vllm, tracked
 from packaging.requirements import Requirement
@@ -26,7 +27,7 @@ from process_harness import COMMAND, PATIENCE, ServerProcess, environment, free_
 
 from mimo_tokenizer_server import device
 from mimo_tokenizer_server.cli import cli
-from mimo_tokenizer_server.config import DEFAULT_ADDRESS
+from mimo_tokenizer_server.config import DEFAULT_ADDRESS, ENVIRONMENT_PREFIX
 
 # An absolute path: a word's beginning, or behind unix://, a quote, `=` or a bracket.
 _PATH = re.compile(r"(?:(?<=unix://)|(?<=[\s'\"=(])|^)/(?!dev/)\w[\w./-]*")
@@ -73,6 +74,17 @@ class Walk:
         for name in ("run", "tmp"):  # what every machine has
             (self._root / name).mkdir()
         self.variables: dict[str, str] = {}
+        authority = trustme.CA()
+        server, client = authority.issue_cert("127.0.0.1", "localhost"), authority.issue_cert("client@localhost")
+        self._given: dict[str, bytes] = {
+            "tls-cert": server.cert_chain_pems[0].bytes(),
+            "tls-key": server.private_key_pem.bytes(),
+            "tls-client-ca": authority.cert_pem.bytes(),
+            "tls-ca": authority.cert_pem.bytes(),
+            "tls-client-cert": client.cert_chain_pems[0].bytes(),
+            "tls-client-key": client.private_key_pem.bytes(),
+            "token-file": b"the-token-of-the-documents\n",
+        }
 
     def close(self) -> None:
         """End what still runs, and leave nothing behind."""
@@ -163,6 +175,25 @@ class Walk:
                 return folder / name
         raise Broken(f"there is no file {name}")
 
+    def give(self, name: str, path: Path) -> None:
+        """Put a certificate, a key or a token where a document takes it for granted.
+
+        Args:
+            name: Of the flag that names the file, without its dashes; nothing happens for other flags.
+            path: Of the file; what is there stays.
+        """
+        if name in self._given and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self._given[name])
+            path.chmod(0o600)
+
+    def give_all(self, words: list[str]) -> None:
+        """The same for all flags of a command."""
+        for word in words:
+            name = word.partition("=")[0].removeprefix("--")
+            for path in _values(words, f"--{name}"):
+                self.give(name, self.work / path)
+
     def model(self, name: str) -> str:
         """The checkpoint, at the path that a document gives it; a hub's name becomes that of its folder."""
         if not name.startswith(str(self._root)):
@@ -216,6 +247,7 @@ def _serve(walk: Walk, command: Command) -> None:
     except device.DeviceError as error:
         if " is no device; " in str(error):  # else it is one that is not here
             raise Broken(str(error)) from None
+    walk.give_all(words)
     walk.serve(replaced(replaced(words, "--device", lambda _: "cpu"), "--model", walk.model))
 
 
@@ -231,6 +263,9 @@ def _client(walk: Walk, command: Command) -> None:
     words = shlex.split(walk.real(command.text), comments=True)
     if words[0] != "mimo-tokenizer":
         words = ["mimo-tokenizer", *words]
+    # Where a document's hosts are this machine, so are the names in their certificates.
+    words = replaced(words, "--tls-server-name", lambda _: "localhost")
+    walk.give_all(words)
     address = walk.server(option(words, "--address"))
     env = {} if command.language == "shell" else {"MIMO_AUDIO_TOKENIZER_ADDRESS": address}
     if words[1] in ("encode", "decode", "roundtrip") and not (walk.work / words[2]).exists():
@@ -298,6 +333,8 @@ def _export(walk: Walk, command: Command) -> None:
         if name not in variables():
             raise Broken(f"nothing reads {name}")
         walk.variables[name] = walk.run(f'{walk.real(command.text).partition(" #")[0]}; printf %s "${name}"')
+        flag = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
+        walk.give(flag, walk.work / walk.variables[name])
 
 
 def _assignment(word: str) -> tuple[str, str] | None:
@@ -461,9 +498,12 @@ def follow(walk: Walk, commands: Iterable[Command]) -> None:
 def _do(walk: Walk, command: Command) -> None:
     if command.language == "python":
         given = "import numpy as np\nwaveform = np.sin(np.arange(44_100) / 20)\n"
-        if "TokenizerClient" in command.text:
+        code = walk.real(command.text)
+        for name, path in re.findall(r"""\b(\w+)=["']([^"']+)["']""", code):
+            walk.give(name.replace("_", "-"), walk.work / path)
+        if "TokenizerClient" in code:
             walk.server()
-        walk.run([sys.executable, "-c", given + walk.real(command.text)])
+        walk.run([sys.executable, "-c", given + code])
     elif command.language in ("yaml", "json"):
         yaml.safe_load(command.text)
     elif command.language == "text":

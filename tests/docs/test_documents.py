@@ -41,9 +41,12 @@ def test_every_command_is_run(document: Document, walk: Callable[[Path], Walk]) 
 
 @each
 def test_flags_in_sentences(document: Document) -> None:
-    ours, scripts = our_flags(), set(re.findall(r"\b(?:scripts|benchmarks)/\w+\.py", document.text))
+    known, scripts = our_flags(), set(re.findall(r"\b(?:scripts|benchmarks)/\w+\.py", document.text))
+    for command in document.commands():
+        if command.language == "shell" and command.text.startswith(FOREIGN):
+            known |= {word for word in command.words if word.startswith("--")}
     for sentence in document.sentences:
-        unknown = set(sentence.flags) - ours
+        unknown = set(sentence.flags) - known
         if unknown and not any(sentence.names(tool) for tool in FOREIGN):
             for script in scripts & {found for span in sentence.spans for found in re.findall(r"[\w/]+\.py", span)}:
                 unknown -= script_flags(script)

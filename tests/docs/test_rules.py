@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,8 +61,10 @@ WRONG = [
     (fence("docker build --build-arg VARIAN=cuda ."), "Dockerfile has no argument VARIAN"),
     (fence("kubectl apply -f absent.yaml"), "there is no file"),
     (fence("kubectl apply -f broken.yaml"), "no object of Kubernetes"),
-    (fence("kubectl logs pod/tokenizer"), "there is no pod tokenizer"),
-    (fence("kubectl create secret generic tokn --from-file x"), "nothing uses the secret tokn"),
+    (fence("kubectl wait --for=condition=Ready pod/tokenizer"), "none of the files names tokenizer"),
+    (fence("kubectl exec engine --container main -- ls"), "none of the files names main"),
+    (fence("kubectl create secret generic tokn --from-file x"), "none of the files names tokn"),
+    (fence("docker compose exec tokenizer frobnicate"), "no rule says how it is run: doc.md:3: frobnicate"),
 ]
 
 
@@ -95,6 +98,18 @@ def test_the_tools_of_others(read: Callable[[str], Walk]) -> None:
         + fence("docker build -f Dockerfile --target server --build-arg VARIANT=cuda -t x:1 .")
         + fence("kubectl apply -f pod.yaml\nkubectl logs engine\nkubectl create secret generic token --from-file x")
     )
+
+
+def test_files_that_are_taken_for_granted(read: Callable[[str], Walk]) -> None:
+    """Certificates that one authority has signed, and the same token wherever one is named."""
+    code = "dict(tls_cert='/a/cert.pem', tls_key='/a/key.pem', tls_ca='ca.pem', token_file='/b/token')"
+    export = "export MIMO_AUDIO_TOKENIZER_METRICS_ADDRESS=127.0.0.1:9100 MIMO_AUDIO_TOKENIZER_MODEL=/models/x"
+    reader = read(fence(code, "python") + fence(export))
+    context = ssl.create_default_context(cafile=reader.work / "ca.pem")
+    root = reader.work.parent
+    context.load_cert_chain(root / "a/cert.pem", root / "a/key.pem")
+    assert "token" in (root / "b/token").read_text()
+    assert reader.variables["MIMO_AUDIO_TOKENIZER_MODEL"] == f"{root}/models/x"
 
 
 def test_words_that_are_no_commands(tmp_path: Path) -> None:
