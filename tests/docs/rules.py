@@ -162,7 +162,7 @@ class Walk:
             if address.startswith("unix:"):
                 Path(address.removeprefix("unix:").removeprefix("//")).parent.mkdir(parents=True, exist_ok=True)
             self.serve(["--model", str(self._checkpoint), "--device", "cpu", "--address", address])
-        return list(self._servers)[-1]
+        return list(self._servers)[-1].replace("0.0.0.0:", "127.0.0.1:")
 
     def file(self, name: str) -> Path:
         """A file that a command names: beside the document, or in the repository.
@@ -267,7 +267,8 @@ def _client(walk: Walk, command: Command) -> None:
     words = replaced(words, "--tls-server-name", lambda _: "localhost")
     walk.give_all(words)
     address = walk.server(option(words, "--address"))
-    env = {} if command.language == "shell" else {"MIMO_AUDIO_TOKENIZER_ADDRESS": address}
+    named = command.language == "shell" or "MIMO_AUDIO_TOKENIZER_ADDRESS" in walk.variables
+    env = {} if named else {"MIMO_AUDIO_TOKENIZER_ADDRESS": address}
     if words[1] in ("encode", "decode", "roundtrip") and not (walk.work / words[2]).exists():
         _given(walk.work / words[2], address)
     if words[1] == "bench":
