@@ -212,9 +212,13 @@ class Server:
         if self._address.path is not None:
             # First of all: from then on the path is a successor's.
             self._address.path.unlink(missing_ok=True)
-        # gRPC drains too, but answers CANCELLED to calls that were on their way, and may hang up on its last answers.
+        # Clients are told at once (GOAWAY) to make their next call on another connection: to a successor, which may be
+        # there long before the last call has finished here. To one that was on its way gRPC answers CANCELLED. It may
+        # hang up on its last answers, so it has a moment left when the service has given them.
+        leaving = asyncio.ensure_future(self._grpc.stop(grace + _HANG_UP_SECONDS))
         await self._servicer.drain(grace)
         await self._grpc.stop(_HANG_UP_SECONDS)
+        await leaving
         # In a thread while the device comes to its end: it takes a second at most.
         flushing = asyncio.to_thread(self._tracing.close) if self._config.trace else asyncio.sleep(0)
         idle, _ = await asyncio.gather(self._scheduler.close(timeout=1.0), flushing)

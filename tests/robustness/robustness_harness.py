@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from process_harness import RATE, random_codes, snr
+from process_harness import RATE, free_port, random_codes, short_folder, snr
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 
@@ -17,6 +21,21 @@ FULL = os.environ.get("MIMO_ROBUSTNESS") == "full"
 
 # The promise for float32: what is further from the answer alone than this is another answer.
 LEAST_SNR = 90.0
+
+Answer = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call, as either client takes it."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, client: Any, timeout: float) -> Any:
+        """Make it."""
+        return getattr(client, self.method)(*self.arguments, **self.options, timeout=timeout)
 
 
 def codes_message(frames: int, quantizers: int = 20, seed: int = 0) -> pb.Codes:
@@ -63,3 +82,14 @@ def settled_mib(pid: int) -> float:
         time.sleep(0.1)
         least = min(least, resident_mib(pid))
     return least
+
+
+@contextmanager
+def new_address(kind: str) -> Iterator[str]:
+    """An address, "unix" or "tcp", that nobody listens on."""
+    if kind == "tcp":
+        yield f"127.0.0.1:{free_port()}"
+        return
+    folder = short_folder()
+    yield f"unix://{folder / 's'}"
+    shutil.rmtree(folder)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from process_harness import PATIENCE, RATE, ServerProcess, free_port, noise, random_codes, short_folder
-from robustness_harness import FULL, same
+from process_harness import PATIENCE, RATE, ServerProcess, noise, random_codes
+from robustness_harness import FULL, Answer, Asked, new_address, same
 
 from mimo_tokenizer_client import (
     AsyncTokenizerClient,
@@ -40,21 +36,6 @@ MARGIN = 10.0
 
 # A small message limit: what is over it goes as a stream, through EncodeStream or DecodeLong.
 FLAGS = ("--max-message-mib", "1")
-
-Answer = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A call, as either client takes it."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def of(self, client: Any, timeout: float) -> Any:
-        """Make it."""
-        return getattr(client, self.method)(*self.arguments, **self.options, timeout=timeout)
 
 
 ASKED = (
@@ -179,16 +160,6 @@ async def call_async(address: str, ledger: Ledger, seed: int, end: float) -> Non
 
     async with AsyncTokenizerClient(address) as client:
         await asyncio.gather(*(caller(client, random.Random(seed + number)) for number in range(ASYNC_CALLERS)))
-
-
-@contextmanager
-def new_address(kind: str) -> Iterator[str]:
-    if kind == "tcp":
-        yield f"127.0.0.1:{free_port()}"
-        return
-    folder = short_folder()
-    yield f"unix://{folder / 's'}"
-    shutil.rmtree(folder)
 
 
 @pytest.mark.timeout(600)
