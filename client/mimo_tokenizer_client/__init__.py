@@ -8,9 +8,11 @@
 """
 
 from ._aio import AsyncTokenizerClient
+from ._credentials import Credentials
 from ._sync import TokenizerClient
 from ._version import __version__
 from .errors import (
+    AuthenticationFailed,
     Cancelled,
     DeadlineExceeded,
     ErrorDetail,
@@ -26,7 +28,9 @@ from .info import DeviceInfo, Limits, ModelInfo, ServerInfo
 
 __all__ = [
     "AsyncTokenizerClient",
+    "AuthenticationFailed",
     "Cancelled",
+    "Credentials",
     "DeadlineExceeded",
     "DeviceInfo",
     "ErrorDetail",

@@ -105,6 +105,12 @@ class ServiceUnavailable(TokenizerError):
     default_code = grpc.StatusCode.UNAVAILABLE
 
 
+class AuthenticationFailed(TokenizerError):
+    """The server does not take our token or certificate, or its own is not trusted; the same call fails again."""
+
+    default_code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class DeadlineExceeded(TokenizerError, TimeoutError):
     """The call was not done in its time."""
 
@@ -127,6 +133,7 @@ _CLASSES: dict[grpc.StatusCode, type[TokenizerError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidInput,
     grpc.StatusCode.OUT_OF_RANGE: InvalidInput,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatch,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationFailed,
     grpc.StatusCode.UNAVAILABLE: ServiceUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
