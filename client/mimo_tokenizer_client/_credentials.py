@@ -214,7 +214,7 @@ class _Current(Generic[_T]):
         self._files = files
         self._make = make
         self._lock = threading.Lock()
-        self._seen: list[Any] = []
+        self._seen: list[Any] | None = None
         error = self._refresh()
         if error is not None:
             raise error
@@ -236,7 +236,8 @@ class _Current(Generic[_T]):
             try:
                 self._made, error = self._make(), None
             except InvalidInput as problem:
-                error = problem
+                # A new one: a traceback holds the frames of the call, and with them its connection.
+                error = InvalidInput(problem.message, detail=problem.detail)
         return error
 
     def _look(self) -> list[Any]:
