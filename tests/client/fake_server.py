@@ -77,6 +77,18 @@ class BadItem(Exception):
         )
 
 
+class Health(health.HealthServicer):
+    """The real one; keeps the metadata that it was asked with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metadata: list[dict[str, Any]] = []
+
+    def Check(self, request: Any, context: Any) -> Any:
+        self.metadata.append(dict(context.invocation_metadata()))
+        return super().Check(request, context)
+
+
 class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
     """Servicer and server in one.
 
@@ -116,7 +128,7 @@ class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             ],
         )
         tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(self, self._server)
-        self.health = health.HealthServicer()
+        self.health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         port = self._server.add_secure_port(address, tls) if tls else self._server.add_insecure_port(address)
         self.address = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

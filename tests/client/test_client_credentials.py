@@ -24,6 +24,7 @@ import grpc
 import numpy as np
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization as pem
 
 from mimo_tokenizer_client import (
     AsyncTokenizerClient,
@@ -34,6 +35,7 @@ from mimo_tokenizer_client import (
     ServiceUnavailable,
     TokenizerClient,
 )
+from mimo_tokenizer_client._credentials import _Current
 
 # Of the fixtures that make something.
 Factory = Callable[..., Any]
@@ -130,6 +132,7 @@ def test_the_token_goes_with_every_call_but_health(serve: Factory, connect: Fact
         "GetInfo", "Encode", "EncodeStream", "Decode", "DecodeLong", "DecodeVq"
     }  # fmt: skip
     assert {call.metadata["authorization"] for call in server.calls} == {f"Bearer {TOKEN}"}
+    assert [asked.get("authorization") for asked in server.health.metadata] == [None, None]
 
 
 def test_without_a_token_none_is_sent(serve: Factory, connect: Factory) -> None:
@@ -140,7 +143,7 @@ def test_without_a_token_none_is_sent(serve: Factory, connect: Factory) -> None:
 
 def test_a_token_that_is_not_taken(serve: Factory, connect: Factory, token_file: Path) -> None:
     server = serve(max_items=1)
-    client = connect(server.address, credentials=Credentials(token_file=token_file))
+    client = connect(server.address, credentials=Credentials(token_file=token_file), fingerprint="model-a")
     client.info()
     server.tokens = {"another"}
     server.calls.clear()
@@ -256,16 +259,29 @@ def test_files_that_are_no_good(connect: Factory, authority: Authority, stranger
         assert error.value.detail.field in given
 
 
-def test_an_encrypted_key_asks_nobody_for_a_password(connect: Factory, authority: Authority, tmp_path: Path) -> None:
-    from cryptography.hazmat.primitives import serialization as pem
+AT_A_TERMINAL = """
+import pty, sys
+code = "import sys; from mimo_tokenizer_client import *; TokenizerClient('a:1', credentials=Credentials(*sys.argv[1:]))"
+pty.spawn([sys.executable, "-c", code, *sys.argv[1:]])
+"""
 
+
+def test_an_encrypted_key_asks_nobody_for_a_password(authority: Authority, tmp_path: Path) -> None:
     ours = authority.caller("ours")
     plain = pem.load_pem_private_key(Path(ours["tls_client_key"]).read_bytes(), None)
     secret = pem.BestAvailableEncryption(b"secret")
     encrypted = tmp_path / "key"
     encrypted.write_bytes(plain.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, secret))
-    with pytest.raises(InvalidInput, match="its plain key"):
-        connect("a:1", credentials=Credentials(tls_ca="system", **{**ours, "tls_client_key": encrypted}))
+    result = subprocess.run(
+        [sys.executable, "-c", AT_A_TERMINAL, authority.file, ours["tls_client_cert"], str(encrypted)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "pass phrase" not in result.stdout
+    assert "its plain key" in result.stdout
 
 
 def test_settings_that_do_not_go_together(connect: Factory, authority: Authority, socket_path: str) -> None:
@@ -497,6 +513,23 @@ def test_another_token(serve: Factory, connect: Factory, token_file: Path, caplo
     assert sent() == "a-third-one"
 
 
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    """What is read of several files belongs together."""
+    file = tmp_path / "file"
+    file.write_text("a")
+
+    def read() -> str:
+        text = file.read_text()
+        if text == "b":
+            replace(file, "c")
+        return text
+
+    current = _Current([str(file)], read)
+    assert current.now() == "a"
+    replace(file, "b")
+    assert current.now() == "c"
+
+
 @pytest.fixture
 def own_files(authority: Authority, tmp_path: Path) -> dict[str, Path]:
     """A client's files, to be replaced."""
@@ -562,7 +595,7 @@ def test_a_call_in_flight_while_certificates_change(
     server = serve("127.0.0.1:0", tls=tls(authority.server, authority.pem))
     begun, release = threading.Event(), threading.Event()
     server.script("Decode", lambda context: (begun.set(), release.wait(60)))
-    after = authority.caller("after")
+    given, after = Credentials(**own_files), authority.caller("after")
 
     def check(first: Callable[[], Any]) -> None:
         assert server.seen("DecodeVq")[-1].certificate == "after"
@@ -574,7 +607,7 @@ def test_a_call_in_flight_while_certificates_change(
                 first()
 
     def use() -> None:
-        client = TokenizerClient(server.address, credentials=Credentials(**own_files))
+        client = TokenizerClient(server.address, timeout=500, credentials=given)
         with client, ThreadPoolExecutor() as pool:
             first = pool.submit(client.decode, CODES)
             assert begun.wait(30)
@@ -584,10 +617,10 @@ def test_a_call_in_flight_while_certificates_change(
                 client.close()
             else:
                 release.set()
-            check(lambda: first.result(timeout=30))
+            check(lambda: first.result(timeout=20))
 
     async def use_async() -> None:
-        async with AsyncTokenizerClient(server.address, credentials=Credentials(**own_files)) as client:
+        async with AsyncTokenizerClient(server.address, timeout=500, credentials=given) as client:
             first = asyncio.create_task(client.decode(CODES))
             assert await asyncio.to_thread(begun.wait, 30)
             put(own_files, after)
@@ -596,7 +629,7 @@ def test_a_call_in_flight_while_certificates_change(
                 await client.close()
             else:
                 release.set()
-            await asyncio.wait([first])
+            await asyncio.wait([first], timeout=20)
             check(first.result)
 
     use() if kind == "sync" else asyncio.run(use_async())
