@@ -8,7 +8,7 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import grpc
@@ -111,10 +111,10 @@ class Authenticator:
             else:
                 problem = f"wants a token (token_file, or {variable('token_file')})"
             message = f"the tokenizer service at {self.address} {problem}: {error.message}"
-            return Failure(AuthenticationFailed(message, detail=error.detail))
+            return replace(failure, error=AuthenticationFailed(message, detail=error.detail))
         # What comes from the server itself has a detail.
         if isinstance(error, ServiceUnavailable) and error.detail is None:
-            return Failure(self._handshake_error(error))
+            return replace(failure, error=self._handshake_error(error))
         return failure
 
     # ------------------------------------------------------------ reading
@@ -149,7 +149,8 @@ class Authenticator:
                 # Without a password, OpenSSL would ask for one at the terminal.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self._cert, self._key, password=lambda: b"")
             except OSError as error:
-                if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+                # The latter where even their algorithms differ.
+                if getattr(error, "reason", None) in ("KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
                     problem = f"does not fit the certificate {self._cert}"
                 else:
                     problem = f"and its certificate {self._cert} are no PEM files of a certificate and its plain key"
@@ -157,7 +158,7 @@ class Authenticator:
         return grpc.ssl_channel_credentials(roots, key, cert)
 
     def _load_token(self) -> tuple[tuple[str, str], ...]:
-        lines = _read("token_file", self._token_file).decode("utf-8", errors="replace").splitlines()
+        lines = _read("token_file", self._token_file).decode("utf-8", errors="replace").split("\n")
         for number, line in enumerate(lines, 1):
             token = line.strip()
             if token and not token.startswith("#"):

@@ -206,6 +206,7 @@ def credentials_of(token_file: Path) -> Credentials:
 
 def test_files_that_are_no_good(connect: Factory, authority: Authority, stranger: Authority, tmp_path: Path) -> None:
     ours, theirs = authority.caller("ours"), stranger.caller("theirs")
+    rsa = authority.caller("rsa", key_type=trustme.KeyType.RSA)
     cert, key = ours.values()
 
     def file(content: bytes) -> str:
@@ -230,9 +231,9 @@ def test_files_that_are_no_good(connect: Factory, authority: Authority, stranger
         ({**ours, "tls_client_cert": key}, f"tls_client_cert {key} is no PEM file of a certificate"),
         ({**ours, "tls_client_key": junk}, "tls_client_key " + pair.format(junk)),
         ({**ours, "tls_client_key": half_key}, "tls_client_key " + pair.format(half_key)),
-        (
-            {**ours, "tls_client_key": theirs["tls_client_key"]},
-            f"tls_client_key {theirs['tls_client_key']} does not fit the certificate {cert}",
+        *(
+            ({**ours, "tls_client_key": one}, f"tls_client_key {one} does not fit the certificate {cert}")
+            for one in (theirs["tls_client_key"], rsa["tls_client_key"])
         ),
         (
             {"tls_client_cert": cert},
@@ -249,7 +250,7 @@ def test_files_that_are_no_good(connect: Factory, authority: Authority, stranger
         ({"tls_server_name": b"x"}, "tls_server_name b'x' is no path or name"),
         *(
             ({"token_file": file(content)}, r"token_file .* has characters in line 2 that are no part of a token")
-            for content in (b"\ntwo words", b"#\nt\xc3\xb6ken", b"\n\x00", b"\n\xff\xfe")
+            for content in (b"\ntwo words", b"#\nt\xc3\xb6ken", b"\n\x00", b"\na\x0cb", b"\n\xff\xfe")
         ),
     ]
     for given, sentence in table:
@@ -354,7 +355,7 @@ def test_servers_that_are_not_trusted(
     plain = serve("127.0.0.1:0").address.rpartition(":")[2]
     theirs = {"tls_ca": stranger.file}
     ours = {"tls_ca": authority.file}
-    certificate = "the certificate of the tokenizer service at localhost:{} is not"
+    certificate = "the certificate of the tokenizer service at 127.0.0.1:{} is not"
     for one, given, sentence in (
         (
             port,
@@ -382,11 +383,11 @@ def test_servers_that_are_not_trusted(
         (
             plain,
             ours,
-            "the tokenizer service at localhost:{} does not speak TLS: look at the port and at its --tls-cert, or leave"
+            "the tokenizer service at 127.0.0.1:{} does not speak TLS: look at the port and at its --tls-cert, or leave"
             " out tls_ca",
         ),
     ):
-        client = connect(f"localhost:{one}", credentials=Credentials(**given))
+        client = connect(f"127.0.0.1:{one}", credentials=Credentials(**given))
         for method, *arguments in (["info"], ["decode", CODES], ["health"], ["wait_until_ready", 60]):
             with pytest.raises(AuthenticationFailed) as error:
                 getattr(client, method)(*arguments)
