@@ -4,7 +4,8 @@
         codes = client.encode(waveform, sample_rate=44100)  # (num_quantizers, frames)
         samples = client.decode(codes)  # (samples,)
 
-`AsyncTokenizerClient` has the same methods for asyncio. All errors are `TokenizerError`s.
+`AsyncTokenizerClient` has the same methods for asyncio. `Credentials` are for a server that speaks TLS or asks for a
+token. All errors are `TokenizerError`s.
 """
 
 from ._aio import AsyncTokenizerClient

@@ -26,7 +26,8 @@ class ErrorDetail:
 
     Attributes:
         reason: `INVALID_VALUE`, `TOO_LARGE`, `QUEUE_FULL`, `WRONG_MODEL`, `NOT_READY`, `DEVICE_FAILURE`,
-            `OUT_OF_MEMORY`, `DEADLINE`, `INTERNAL` or `UNSPECIFIED`; a number as text if the server is newer.
+            `OUT_OF_MEMORY`, `DEADLINE`, `UNAUTHENTICATED`, `INTERNAL` or `UNSPECIFIED`; a number as text if the server
+            is newer.
         item: Index of the item in the caller's batch.
         field: Path of the field in the request, or the name of the argument.
         value: The offending value.

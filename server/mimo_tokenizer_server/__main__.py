@@ -8,7 +8,7 @@ import sys
 
 def main() -> None:
     """Run the command, or say what it lacks."""
-    # Else gRPC, which reads it when it is imported, has a line of its own for each handshake that fails.
+    # Or gRPC's library writes a line of its own for each handshake that fails, whoever it was that tried.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         from .cli import cli
