@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, cast, overload
@@ -14,7 +15,8 @@ import numpy.typing as npt
 
 from ._arrays import ArrayInput
 from ._core import Attempt, Core, Plan, Reply, Sleep
-from ._transport import Rpc, bind_methods, channel_options
+from ._credentials import Credentials
+from ._transport import Connection, Rpc
 from .errors import Cancelled, Failure, TokenizerError
 from .info import ServerInfo
 
@@ -37,16 +39,18 @@ class AsyncTokenizerClient:
         fingerprint: str | None = None,
         name: str | None = None,
         unavailable_timeout: float | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """Make a client, inside or outside of an event loop; see `TokenizerClient` for the arguments.
 
         Raises:
-            InvalidInput: An argument makes no sense, or there is no address.
+            InvalidInput: An argument makes no sense, there is no address, or a file of the credentials is no good.
         """
-        self._core = Core(address, timeout, fingerprint, name, unavailable_timeout)
+        self._core = Core(address, timeout, fingerprint, name, unavailable_timeout, credentials)
         # A channel of grpc.aio takes hold of an event loop when it is made, so that has to wait for one.
-        self._channel: grpc.aio.Channel | None = None
-        self._methods: dict[Rpc, Any] = {}
+        self._connection: Connection | None = None
+        # Those of before, too, while calls are in flight on them.
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._closed = False
 
     @property
@@ -162,8 +166,8 @@ class AsyncTokenizerClient:
     async def close(self) -> None:
         """Close the connection; calls that are under way in other tasks raise `Cancelled`."""
         self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        for connection in list(self._connections):
+            await connection.channel.close()
 
     async def __aenter__(self: _ClientT) -> _ClientT:
         """Return the client."""
@@ -191,11 +195,8 @@ class AsyncTokenizerClient:
     async def _perform(self, attempt: Attempt) -> Reply:
         if self._closed:
             raise self._closed_error()
-        if self._channel is None:
-            options = channel_options(self._core.unavailable_timeout)
-            self._channel = grpc.aio.insecure_channel(self._core.address, options=options)
-            self._methods = bind_methods(self._channel)
-        method = self._methods[attempt.rpc]
+        connection = self._connect()  # held to the end, see there
+        method = connection.methods[attempt.rpc]
         call = method(attempt.request(), timeout=attempt.timeout, metadata=attempt.metadata)
         first = _first_failure(call) if attempt.rpc is Rpc.ENCODE_STREAM else []
         try:
@@ -215,6 +216,15 @@ class AsyncTokenizerClient:
             raise
         finally:
             call.cancel()  # of no effect on a call that is done
+
+    def _connect(self) -> Connection:
+        """Return the connection for the next call: a new one when the certificates have changed."""
+        authenticator = self._core.authenticator
+        if self._connection is None or self._connection.credentials is not authenticator.channel_credentials():
+            # Only calls in flight hold the old one then, and a channel of grpc.aio is closed when nobody does.
+            self._connection = Connection(grpc.aio, authenticator, self._core.unavailable_timeout)
+            self._connections.add(self._connection)
+        return self._connection
 
     def _closed_error(self) -> Cancelled:
         return Cancelled(f"the client of {self.address} is closed")

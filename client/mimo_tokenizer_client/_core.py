@@ -31,9 +31,11 @@ from ._arrays import (
     samples_out,
     waveform_from,
 )
+from ._credentials import Authenticator, Credentials
 from ._retry import FIRST_BACKOFF, MAX_BACKOFF, Deadline, Retry, checked_seconds
 from ._transport import Rpc, client_name, resolve_address
 from .errors import (
+    AuthenticationFailed,
     CallFailed,
     Cancelled,
     DeadlineExceeded,
@@ -66,6 +68,9 @@ ITEM_ANSWER_OVERHEAD = 512
 # Protobuf's own limit, where a server states none.
 MAX_MESSAGE_BYTES = (1 << 31) - 1
 
+# Errors after which the other calls that a batch takes are not worth sending.
+_OF_ALL_CALLS = (ServiceUnavailable, AuthenticationFailed, DeadlineExceeded, ModelMismatch, Cancelled)
+
 _SERVING = 1
 _HEALTH_STATES = {0: "UNKNOWN", 2: "NOT_SERVING (it is starting or draining, or its device failed)"}
 
@@ -94,7 +99,7 @@ class Attempt:
     rpc: Rpc
     request: Callable[[], Any]
     timeout: float
-    metadata: tuple[tuple[str, str], ...]
+    metadata: tuple[tuple[str, str], ...] = field(repr=False)  # the token is in it
 
 
 @dataclass(frozen=True)
@@ -335,6 +340,7 @@ class Core:
         fingerprint: str | None,
         name: str | None,
         unavailable_timeout: float | None,
+        credentials: Credentials | None,
     ) -> None:
         """Check and keep the settings; see `TokenizerClient` for their meaning.
 
@@ -342,6 +348,7 @@ class Core:
             InvalidInput: One of them makes no sense.
         """
         self.address = resolve_address(address)
+        self.authenticator = Authenticator(self.address, credentials)
         self.unavailable_timeout = checked_seconds(unavailable_timeout, "unavailable_timeout")
         self._timeout = checked_seconds(timeout, "timeout")
         self._fingerprint = fingerprint or ""
@@ -424,9 +431,11 @@ class Core:
             raise failed.failure.error from None
 
     def health(self, timeout: float | None) -> Plan[bool]:
-        """Plan one health check; whatever goes wrong is an answer, too."""
+        """Plan one health check; whatever goes wrong is an answer, too, but want of trust: that stays."""
         call = self._begin(min(self._timeout or HEALTH_SECONDS, HEALTH_SECONDS) if timeout is None else timeout)
-        reply = yield self._attempt(call, Rpc.HEALTH, StringValue, call.deadline.seconds)
+        reply = yield from self._attempt(call, Rpc.HEALTH, StringValue, call.deadline.seconds)
+        if isinstance(reply, Failure) and isinstance(reply.error, AuthenticationFailed):
+            raise reply.error
         return isinstance(reply, list) and reply[0].value == _SERVING
 
     def wait_until_ready(self, timeout: float) -> Plan[None]:
@@ -436,13 +445,14 @@ class Core:
         while True:
             # At least a moment, so that even the shortest wait finds a server that is there.
             left = min(max(call.deadline.remaining(), 0.1), HEALTH_SECONDS)
-            reply = yield self._attempt(call, Rpc.HEALTH, StringValue, left)
+            reply = yield from self._attempt(call, Rpc.HEALTH, StringValue, left)
             if isinstance(reply, list):
                 if reply[0].value == _SERVING:
                     return
                 state = f"its health is {_HEALTH_STATES.get(reply[0].value, reply[0].value)}"
+            elif isinstance(reply.error, AuthenticationFailed):
+                raise reply.error
             else:
-                assert reply is not None
                 silent = isinstance(reply.error, DeadlineExceeded)
                 state = "it does not answer" if silent else reply.error.message
             left = call.deadline.remaining()
@@ -509,7 +519,7 @@ class Core:
                     yield from self._answer_unary(batch, group.items, items, fingerprint, call)
             except CallFailed as failed:
                 error = failed.failure.error
-                if isinstance(error, (ServiceUnavailable, DeadlineExceeded, ModelMismatch, Cancelled)):
+                if isinstance(error, _OF_ALL_CALLS):
                     raise
                 for index, own in zip(group.items, failed.failure.of_items(group.items), strict=True):
                     batch.put(index, own)
@@ -577,10 +587,9 @@ class Core:
             left = call.deadline.remaining()
             if left <= 0:
                 raise CallFailed(retry.out_of_time())
-            reply = yield self._attempt(call, rpc, request, left)
+            reply = yield from self._attempt(call, rpc, request, left)
             if isinstance(reply, list):
                 return reply
-            assert reply is not None
             if isinstance(reply.error, (ServiceUnavailable, Cancelled, ModelMismatch, TooLarge)):
                 self._info = None
             next_step = retry.wait_after(reply)
@@ -588,8 +597,14 @@ class Core:
                 raise CallFailed(next_step)
             yield Sleep(next_step)
 
-    def _attempt(self, call: _Call, rpc: Rpc, request: Callable[[], Any], timeout: float) -> Attempt:
-        return Attempt(rpc, request, timeout, (("x-request-id", call.request_id), ("x-client", self._name)))
+    def _attempt(self, call: _Call, rpc: Rpc, request: Callable[[], Any], timeout: float) -> Plan[list[Any] | Failure]:
+        """Send one RPC once, and return the answer's messages or the failure."""
+        # Health is for everybody, and may be asked for at an address in plain text.
+        token = () if rpc is Rpc.HEALTH else self.authenticator.metadata()
+        metadata = (("x-request-id", call.request_id), ("x-client", self._name), *token)
+        reply = yield Attempt(rpc, request, timeout, metadata)
+        assert reply is not None
+        return self.authenticator.explained(reply) if isinstance(reply, Failure) else reply
 
 
 @dataclass

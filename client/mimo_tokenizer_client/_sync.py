@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, cast, overload
@@ -13,7 +14,8 @@ import numpy.typing as npt
 
 from ._arrays import ArrayInput
 from ._core import Attempt, Core, Plan, Reply, Sleep
-from ._transport import bind_methods, channel_options
+from ._credentials import Credentials
+from ._transport import Connection
 from .errors import Cancelled, Failure, TokenizerError
 from .info import ServerInfo
 
@@ -34,7 +36,8 @@ class TokenizerClient:
     its beginning.
 
     Every method raises a `TokenizerError`: `InvalidInput`, `ModelMismatch`, `TooLarge`, `Overloaded`,
-    `ServiceUnavailable`, `DeadlineExceeded`, `Cancelled` (the client was closed) or `ServerFault`.
+    `ServiceUnavailable`, `AuthenticationFailed`, `DeadlineExceeded`, `Cancelled` (the client was closed) or
+    `ServerFault`.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class TokenizerClient:
         fingerprint: str | None = None,
         name: str | None = None,
         unavailable_timeout: float | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """Make a client; it connects with its first call.
 
@@ -54,13 +58,17 @@ class TokenizerClient:
             fingerprint: The model that is expected; with another one, calls raise `ModelMismatch`.
             name: Who is calling, for the server's log, as "my-app/1.2".
             unavailable_timeout: Seconds for which a call waits for a service that is not there; None: its whole time.
+            credentials: Certificates and token; None: what the environment's variables MIMO_AUDIO_TOKENIZER_TLS_CA,
+                _TLS_CLIENT_CERT, _TLS_CLIENT_KEY, _TLS_SERVER_NAME and _TOKEN_FILE say.
 
         Raises:
-            InvalidInput: An argument makes no sense, or there is no address.
+            InvalidInput: An argument makes no sense, there is no address, or a file of the credentials is no good.
         """
-        self._core = Core(address, timeout, fingerprint, name, unavailable_timeout)
-        self._channel = grpc.insecure_channel(self._core.address, options=channel_options(unavailable_timeout))
-        self._methods = bind_methods(self._channel)
+        self._core = Core(address, timeout, fingerprint, name, unavailable_timeout, credentials)
+        self._connection = Connection(grpc, self._core.authenticator, unavailable_timeout)
+        # Those of before, too, while calls are in flight on them.
+        self._connections = weakref.WeakSet([self._connection])
+        self._lock = threading.Lock()
         self._closed = threading.Event()
 
     @property
@@ -216,7 +224,11 @@ class TokenizerClient:
         return self._run(self._core.info(timeout))
 
     def health(self, *, timeout: float | None = None) -> bool:
-        """Tell whether the server is there and serving; one look, of 5 s at most unless told otherwise."""
+        """Tell whether the server is there and serving; one look, of 5 s at most unless told otherwise.
+
+        Raises:
+            AuthenticationFailed: A certificate is not trusted, by this side or the other; all else is an answer.
+        """
         return self._run(self._core.health(timeout))
 
     def wait_until_ready(self, timeout: float) -> None:
@@ -227,13 +239,17 @@ class TokenizerClient:
 
         Raises:
             ServiceUnavailable: It is not, in that time.
+            AuthenticationFailed: A certificate is not trusted, by this side or the other.
         """
         self._run(self._core.wait_until_ready(timeout))
 
     def close(self) -> None:
         """Close the connection; calls that are under way in other threads raise `Cancelled`."""
-        self._closed.set()
-        self._channel.close()
+        with self._lock:
+            self._closed.set()
+            connections = list(self._connections)
+        for connection in connections:
+            connection.channel.close()
 
     def __enter__(self: _ClientT) -> _ClientT:
         """Return the client."""
@@ -259,10 +275,9 @@ class TokenizerClient:
                 reply = self._perform(step)
 
     def _perform(self, attempt: Attempt) -> Reply:
-        method = self._methods[attempt.rpc]
+        connection = self._connect()  # held to the end, see there
+        method = connection.methods[attempt.rpc]
         try:
-            if self._closed.is_set():
-                raise self._closed_error()
             call = method(attempt.request(), timeout=attempt.timeout, metadata=attempt.metadata)
             if not attempt.rpc.answers_in_stream:
                 return [call]  # the answer itself; gRPC cancels what an interrupt leaves unanswered
@@ -280,6 +295,20 @@ class TokenizerClient:
             if not isinstance(error, grpc.RpcError):
                 raise
             return Failure.from_rpc_error(error)
+
+    def _connect(self) -> Connection:
+        """Return the connection for the next call: a new one when the certificates have changed."""
+        if self._core.authenticator.channel_credentials() is not self._connection.credentials:
+            with self._lock:
+                old = self._connection
+                if self._core.authenticator.channel_credentials() is not old.credentials and not self._closed.is_set():
+                    self._connection = Connection(grpc, self._core.authenticator, self._core.unavailable_timeout)
+                    self._connections.add(self._connection)
+                    # Only calls in flight hold it now: it is closed after the last of them.
+                    weakref.finalize(old, old.channel.close)
+        if self._closed.is_set():
+            raise self._closed_error()
+        return self._connection
 
     def _closed_error(self) -> Cancelled:
         return Cancelled(f"the client of {self.address} is closed")

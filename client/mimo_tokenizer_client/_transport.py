@@ -11,6 +11,7 @@ from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from mimo_audio_tokenizer.v1.tokenizer_pb2_grpc import AudioTokenizerStub
 
+from ._credentials import Authenticator
 from ._version import __version__
 from .errors import ErrorDetail, InvalidInput
 
@@ -88,7 +89,7 @@ def _bad_address(address: str, message: str) -> InvalidInput:
     return InvalidInput(message, detail=detail)
 
 
-def channel_options(unavailable_timeout: float | None) -> list[tuple[str, int]]:
+def channel_options(unavailable_timeout: float | None) -> list[tuple[str, Any]]:
     """Return the options of a channel.
 
     Args:
@@ -116,7 +117,37 @@ def channel_options(unavailable_timeout: float | None) -> list[tuple[str, int]]:
     ]
 
 
-def bind_methods(channel: Any) -> dict[Rpc, Any]:
+class Connection:
+    """A channel with its methods, and the credentials it was made with; calls in flight hold on to it.
+
+    Attributes:
+        channel: Of `grpc` or `grpc.aio`.
+        credentials: None: it is in plain text.
+        methods: Its callables.
+    """
+
+    def __init__(
+        self, library: Any, authenticator: Authenticator, unavailable_timeout: float | None, *options: tuple[str, Any]
+    ) -> None:
+        """Make a channel, with the credentials as they are now.
+
+        Args:
+            library: `grpc` or `grpc.aio`.
+            authenticator: Has the address, too.
+            unavailable_timeout: As for `channel_options`.
+            options: More of them.
+        """
+        self.credentials = authenticator.channel_credentials()
+        given = {"options": [*channel_options(unavailable_timeout), *authenticator.channel_options(), *options]}
+        self.channel = (
+            library.insecure_channel(authenticator.address, **given)
+            if self.credentials is None
+            else library.secure_channel(authenticator.address, self.credentials, **given)
+        )
+        self.methods = _methods(self.channel)
+
+
+def _methods(channel: Any) -> dict[Rpc, Any]:
     """Return the callables of a channel, whether a synchronous or an asynchronous one."""
     stub: Any = AudioTokenizerStub(channel)
     methods: dict[Rpc, Any] = {rpc: getattr(stub, rpc.value) for rpc in Rpc if rpc is not Rpc.HEALTH}

@@ -26,7 +26,8 @@ class ErrorDetail:
 
     Attributes:
         reason: `INVALID_VALUE`, `TOO_LARGE`, `QUEUE_FULL`, `WRONG_MODEL`, `NOT_READY`, `DEVICE_FAILURE`,
-            `OUT_OF_MEMORY`, `DEADLINE`, `INTERNAL` or `UNSPECIFIED`; a number as text if the server is newer.
+            `OUT_OF_MEMORY`, `DEADLINE`, `UNAUTHENTICATED`, `INTERNAL` or `UNSPECIFIED`; a number as text if the server
+            is newer.
         item: Index of the item in the caller's batch.
         field: Path of the field in the request, or the name of the argument.
         value: The offending value.
@@ -105,6 +106,12 @@ class ServiceUnavailable(TokenizerError):
     default_code = grpc.StatusCode.UNAVAILABLE
 
 
+class AuthenticationFailed(TokenizerError):
+    """The server does not take our token or certificate, or its own is not trusted; the same call fails again."""
+
+    default_code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class DeadlineExceeded(TokenizerError, TimeoutError):
     """The call was not done in its time."""
 
@@ -127,6 +134,7 @@ _CLASSES: dict[grpc.StatusCode, type[TokenizerError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidInput,
     grpc.StatusCode.OUT_OF_RANGE: InvalidInput,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatch,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationFailed,
     grpc.StatusCode.UNAVAILABLE: ServiceUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,

@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from mimo_audio_tokenizer.v1.tokenizer_pb2_grpc import AudioTokenizerStub
 from mimo_tokenizer_client import (
+    Credentials,
     DeadlineExceeded,
     InvalidInput,
     Overloaded,
@@ -30,7 +30,8 @@ from mimo_tokenizer_client import (
     TokenizerError,
     TooLarge,
 )
-from mimo_tokenizer_client._transport import channel_options, client_name, resolve_address
+from mimo_tokenizer_client._credentials import Authenticator
+from mimo_tokenizer_client._transport import Connection, Rpc, client_name, resolve_address
 from mimo_tokenizer_client.errors import Failure, error_of_item
 
 from .bench_mix import METHODS, Entry, Request, Requests
@@ -97,33 +98,37 @@ def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
         time += rng.expovariate(rate)
 
 
-async def run(address: str, info: ServerInfo, load: Load) -> Report:
+async def run(address: str, info: ServerInfo, load: Load, credentials: Credentials | None = None) -> Report:
     """Put load on a server until its time is over or SIGINT comes, and report.
 
     Args:
         address: `unix:///path` or `host:port`.
         info: what the server says of itself.
         load: what to send.
+        credentials: as of `TokenizerClient`.
 
     Raises:
         BenchError: the server cannot be reached, or takes no such requests.
         MixError: the requests are over a limit that the server states.
+        InvalidInput: the address or the credentials make no sense.
     """
     requests = Requests(load.mix, info, load.items, load.seed)
     address = resolve_address(address)
+    authenticator = Authenticator(address, credentials)
     async with AsyncExitStack() as stack:
         expected = load.max_in_flight if load.rate is not None else load.concurrency
         # gRPC shares a connection between channels of the same options unless each has a pool of its own.
-        options = [*channel_options(_CONNECT_SECONDS), ("grpc.use_local_subchannel_pool", 1)]
-        channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+        own_pool = ("grpc.use_local_subchannel_pool", 1)
+        connections = [
+            Connection(grpc.aio, authenticator, _CONNECT_SECONDS, own_pool)
             for _ in range(min(_MAX_CHANNELS, math.ceil(expected / _CALLS_PER_CHANNEL)))
         ]
+        channels = [await stack.enter_async_context(one.channel) for one in connections]
         try:
             await asyncio.wait_for(asyncio.gather(*(one.channel_ready() for one in channels)), _CONNECT_SECONDS)
         except asyncio.TimeoutError:
             raise BenchError(f"no {len(channels)} connections to {address} within {_CONNECT_SECONDS:g} s") from None
-        bench = _Bench(channels, requests, info, load)
+        bench = _Bench(connections, authenticator, requests, info, load)
         await bench.prepare()
         await bench.load()
     return bench.report(address)
@@ -132,10 +137,17 @@ async def run(address: str, info: ServerInfo, load: Load) -> Report:
 class _Bench:
     """One run of the load generator."""
 
-    def __init__(self, channels: list[grpc.aio.Channel], requests: Requests, info: ServerInfo, load: Load) -> None:
-        stubs: list[Any] = [AudioTokenizerStub(channel) for channel in channels]
-        # One callable for each method on each channel: (channels, entries of the mix).
-        self._methods = [[getattr(stub, METHODS[entry.method].rpc) for entry in load.mix] for stub in stubs]
+    def __init__(
+        self,
+        connections: list[Connection],
+        authenticator: Authenticator,
+        requests: Requests,
+        info: ServerInfo,
+        load: Load,
+    ) -> None:
+        # One callable for each method on each connection: (connections, entries of the mix).
+        self._methods = [[one.methods[Rpc(METHODS[entry.method].rpc)] for entry in load.mix] for one in connections]
+        self._authenticator = authenticator
         self._metadata = (("x-client", client_name("mimo-tokenizer-bench")),)
         self._requests = requests
         self._info = info
@@ -182,8 +194,9 @@ class _Bench:
         """
         methods = self._methods[self._sent % len(self._methods)]
         self._sent += 1
+        metadata = (*self._metadata, *self._authenticator.metadata())
         try:
-            answer = await methods[request.entry](request.message, timeout=self._load.timeout, metadata=self._metadata)
+            answer = await methods[request.entry](request.message, timeout=self._load.timeout, metadata=metadata)
         except grpc.RpcError as error:
             raise Failure.from_rpc_error(error).error from None
         if len(answer.items) != len(request.items):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -17,7 +18,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from mimo_tokenizer_client import ServerInfo, TokenizerClient, TokenizerError
+from mimo_tokenizer_client import Credentials, ServerInfo, TokenizerClient, TokenizerError
 
 from . import threads
 from .config import BUILT_IN_MODELS, DEFAULT_ADDRESS, ENVIRONMENT_PREFIX, MIB, ServeConfig, TracingError
@@ -42,7 +43,33 @@ def _option(flag: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(flag, envvar=name, show_envvar=True, show_default=True, **attributes)
 
 
-_address = _option("--address", default=DEFAULT_ADDRESS, help="Where the server listens: unix:///path or host:port.")
+@dataclasses.dataclass(frozen=True)
+class _Server:
+    """The server that a command is a client of."""
+
+    address: str
+    credentials: Credentials
+
+
+def _server(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say which server and how to be let in; the command gets them as one `server`."""
+
+    @_option("--address", default=DEFAULT_ADDRESS, help="Where the server listens: unix:///path or host:port.")
+    @_option(
+        "--tls-ca",
+        help="Use TLS: PEM file of the authorities that may have signed the server's certificate, or system for those"
+        " that gRPC ships.",
+    )
+    @_option("--tls-client-cert", help="PEM file of the certificate to show to a server that asks for one.")
+    @_option("--tls-client-key", help="PEM file of its key.")
+    @_option("--tls-server-name", help="Name that the server's certificate has.  [default: the address's host]")
+    @_option("--token-file", help="File with the token that the server asks for.")
+    @functools.wraps(command)
+    def with_server(address: str, **options: Any) -> None:
+        names = [field.name for field in dataclasses.fields(Credentials)]
+        command(server=_Server(address, Credentials(**{name: options.pop(name) for name in names})), **options)
+
+    return with_server
 
 
 def _octal(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
@@ -275,19 +302,24 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
 @cli.command()
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
-@_address
+@_server
 @click.option(
     "--num-quantizers", type=click.IntRange(min=1), help="Codebooks wanted, counted from the first. [default: all]"
 )
 @click.option("--group-size", type=click.IntRange(min=1), help="Pad the frames to a multiple of this. [default: 1]")
 @_timeout
 def encode(
-    source: Path, target: Path, address: str, num_quantizers: int | None, group_size: int | None, timeout: float | None
+    source: Path,
+    target: Path,
+    server: _Server,
+    num_quantizers: int | None,
+    group_size: int | None,
+    timeout: float | None,
 ) -> None:
     """Encode a sound file (whatever soundfile reads) to an .npz of codes."""
     from . import audio_files
 
-    with _client(address) as client:
+    with _client(server) as client:
         waveform, rate = audio_files.read(source)
         info = client.info()
         started = time.monotonic()
@@ -301,15 +333,15 @@ def encode(
 @cli.command()
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
-@_address
+@_server
 @_timeout
-def decode(source: Path, target: Path, address: str, timeout: float | None) -> None:
+def decode(source: Path, target: Path, server: _Server, timeout: float | None) -> None:
     """Decode an .npz of codes to a sound file; refuses codes of another model than the server's."""
     from . import audio_files
 
     audio_files.format_of(target)
     stored = audio_files.read_codes(source)
-    with _client(address, stored.fingerprint) as client:
+    with _client(server, stored.fingerprint) as client:
         info = client.info()
         started = time.monotonic()
         with _busy(f"decoding {stored.codes.shape[1]} frames"):
@@ -322,14 +354,14 @@ def decode(source: Path, target: Path, address: str, timeout: float | None) -> N
 @cli.command()
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
-@_address
+@_server
 @click.option("--num-quantizers", type=click.IntRange(min=1), help="Codebooks to go through. [default: all]")
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of both: waveforms and mel spectrograms."
 )
 @_timeout
 def roundtrip(
-    source: Path, target: Path, address: str, num_quantizers: int | None, plot: Path | None, timeout: float | None
+    source: Path, target: Path, server: _Server, num_quantizers: int | None, plot: Path | None, timeout: float | None
 ) -> None:
     """Encode a sound file and decode its codes; what comes back is as long as what went in."""
     from . import audio_files, picture
@@ -337,7 +369,7 @@ def roundtrip(
     audio_files.format_of(target)
     if plot is not None:
         picture.format_of(plot)
-    with _client(address) as client:
+    with _client(server) as client:
         waveform, rate = audio_files.read(source)
         info = client.info()
         started = time.monotonic()
@@ -356,11 +388,11 @@ def roundtrip(
 
 
 @cli.command()
-@_address
+@_server
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info(address: str, as_json: bool) -> None:
+def info(server: _Server, as_json: bool) -> None:
     """Print what the server runs, where, and what it allows."""
-    with _client(address) as client:
+    with _client(server) as client:
         facts = dataclasses.asdict(client.info())
     if as_json:
         import json
@@ -378,16 +410,16 @@ def info(address: str, as_json: bool) -> None:
 
 
 @cli.command()
-@_address
+@_server
 @click.option("--wait", type=_Seconds(0, _DAY), default=0.0, help="Seconds to wait for the server to be ready.")
-def health(address: str, wait: float) -> None:
+def health(server: _Server, wait: float) -> None:
     """Exit with 0 if the server is ready, with 1 and a sentence if not; for container health checks."""
-    with _client(address) as client:
+    with _client(server) as client:
         if wait:
             client.wait_until_ready(wait)
         elif not client.health():
             raise click.ClickException(
-                f"the server at {address} is not ready: it is starting or draining, or it is not there"
+                f"the server at {server.address} is not ready: it is starting or draining, or it is not there"
             )
     click.echo("ready")
 
@@ -420,7 +452,7 @@ def live_view(address: str, interval: float, once: bool) -> None:
 
 
 @cli.command("bench")
-@_address
+@_server
 @click.option(
     "--mix",
     default="decode:40ms*8,decode:2s*2,encode:4s*1,decode-vq:1s*1",
@@ -449,7 +481,7 @@ def live_view(address: str, interval: float, once: bool) -> None:
 @click.option("--check", is_flag=True, help="Compare each answer with the answer alone; exit with 1 if one differs.")
 @click.option("--json", "target", type=click.Path(dir_okay=False, writable=True, allow_dash=True), help="File, or -.")
 def bench(
-    address: str, mix: str, concurrency: int | None, rate: float | None, target: str | None, **options: Any
+    server: _Server, mix: str, concurrency: int | None, rate: float | None, target: str | None, **options: Any
 ) -> None:
     """Put load on a running server; print throughput, latencies, batch sizes and rejections.
 
@@ -469,11 +501,11 @@ def bench(
         load = Load(bench_mix.parse_mix(mix), concurrency=concurrency or 8, rate=rate, **options)
     except bench_mix.MixError as error:
         raise click.UsageError(f"--mix: {error}") from None
-    with _client(address) as client:
+    with _client(server) as client:
         info = client.info()
         try:
             with _busy(f"measuring for {load.warm_up + load.duration:g} s"):
-                report = asyncio.run(run(address, info, load))
+                report = asyncio.run(run(server.address, info, load, server.credentials))
         except (BenchError, bench_mix.MixError) as error:
             raise click.ClickException(str(error)) from None
     bench_report.show(report, Console(stderr=target == "-"))
@@ -493,11 +525,15 @@ def bench(
 
 
 @contextmanager
-def _client(address: str, fingerprint: str | None = None) -> Iterator[TokenizerClient]:
+def _client(server: _Server, fingerprint: str | None = None) -> Iterator[TokenizerClient]:
     """A client whose errors end the command with one sentence and exit status 1."""
     try:
         with TokenizerClient(
-            address, fingerprint=fingerprint, name="mimo-tokenizer", unavailable_timeout=_UNAVAILABLE_SECONDS
+            server.address,
+            fingerprint=fingerprint,
+            name="mimo-tokenizer",
+            unavailable_timeout=_UNAVAILABLE_SECONDS,
+            credentials=server.credentials,
         ) as client:
             yield client
     except TokenizerError as error:

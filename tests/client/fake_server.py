@@ -62,6 +62,7 @@ class Seen:
     request: Any
     metadata: dict[str, str]
     seconds: float
+    certificate: str  # the caller's common name
 
 
 class BadItem(Exception):
@@ -76,6 +77,18 @@ class BadItem(Exception):
         )
 
 
+class Health(health.HealthServicer):
+    """The real one; keeps the metadata that it was asked with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metadata: list[dict[str, Any]] = []
+
+    def Check(self, request: Any, context: Any) -> Any:
+        self.metadata.append(dict(context.invocation_metadata()))
+        return super().Check(request, context)
+
+
 class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
     """Servicer and server in one.
 
@@ -84,14 +97,24 @@ class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         fingerprint: Of the model.
         address: Where it listens.
         model: Fields of ModelInfo that differ from the defaults.
+        tokens: Those that are let in; without any, everybody is.
         long_answers_break_off_after: Pieces after which the next calls of DecodeLong end, the last one's first.
     """
 
-    def __init__(self, address: str, *, fingerprint: str = "model-a", model: Any = None, **limits: Any) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        fingerprint: str = "model-a",
+        model: Any = None,
+        tls: grpc.ServerCredentials | None = None,
+        **limits: Any,
+    ) -> None:
         self.calls: list[Seen] = []
         self.fingerprint = fingerprint
         self.model = model or {}
         self.limits = {"max_message_bytes": 64 << 20, "max_items": 64, "max_channels": 8, "max_frames": 10**7, **limits}
+        self.tokens: set[str] = set()
         self.long_answers_break_off_after: list[int] = []
         self._scripts: dict[str, list[Behaviour | None]] = {}
         self._lock = threading.Lock()
@@ -105,9 +128,9 @@ class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             ],
         )
         tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(self, self._server)
-        self.health = health.HealthServicer()
+        self.health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        port = self._server.add_insecure_port(address)
+        port = self._server.add_secure_port(address, tls) if tls else self._server.add_insecure_port(address)
         self.address = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
     def start(self) -> FakeServer:
@@ -190,9 +213,12 @@ class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
     def _enter(self, rpc: str, request: Any, context: Any, expected: str) -> None:
         with self._lock:
             metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-            self.calls.append(Seen(rpc, request, metadata, context.time_remaining()))
+            (name,) = context.auth_context().get("x509_common_name", [b""])
+            self.calls.append(Seen(rpc, request, metadata, context.time_remaining(), name.decode()))
             script = self._scripts.get(rpc)
             behaviour = script.pop(0) if script else None
+        if self.tokens and metadata.get("authorization", "").removeprefix("Bearer ") not in self.tokens:
+            fail(context, grpc.StatusCode.UNAUTHENTICATED, "the token is unknown", request_id="7")
         if behaviour is not None:
             behaviour(context)
         if expected not in ("", self.fingerprint):

@@ -119,6 +119,8 @@ class RemoteTokenizerWorker:
 
         Raises:
             ServiceUnavailable: It is not ready in time.
+            AuthenticationFailed: It does not let the engine in, or its certificate is not trusted.
+            InvalidInput: A file of the credentials in the environment is no good.
             ValueError: The two cannot work together.
         """
         assert settings.address is not None
@@ -248,6 +250,7 @@ class RemoteTokenizerWorker:
 
         Raises:
             ServiceUnavailable: The service is not ready in time.
+            AuthenticationFailed: It does not let the engine in, or its certificate is not trusted.
             ValueError: It can't work with the language model.
         """
         if settings != self.settings or (config.group_size, config.audio_channels) != (
@@ -391,6 +394,7 @@ def worker_for(module: ModuleType) -> RemoteTokenizerWorker | None:
 
     Raises:
         ServiceUnavailable: The service is not ready in time.
+        AuthenticationFailed: It does not let the engine in, or its certificate is not trusted.
         ValueError: It can't work with the language model.
     """
     wanted = _wanted.get()
