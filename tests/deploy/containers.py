@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 STAND_INS: dict[str, Callable[[str, Machine], str]] = {
     "--model": lambda value, machine: _matching(r"[\w.-]+/[\w.-]+", value, "tiny"),
     "--device": lambda value, machine: _matching(r"cpu|cuda:[0-9]", value, "cpu"),
+    "--device-memory-limit": lambda value, machine: _matching(r"[0-9]+GiB", value, "50%"),
     "--address": lambda value, machine: machine.local(value),
     "--metrics-address": lambda value, machine: machine.local(value),
     "--health-address": lambda value, machine: machine.local(value),

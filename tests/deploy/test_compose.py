@@ -97,7 +97,7 @@ def test_an_engine_encodes_and_decodes(profile: str, machine: Machine) -> None:
     assert keyword == "CMD"
     machine.wait(process, lambda: machine.run(tokenizer, *health).returncode == 0)
 
-    address = machine.mapped(engine, engine_address(engine))
+    address = engine_address(engine)
     answered = machine.calls(engine, address)
     assert answered.stdout.strip() == ANSWER, answered.stdout
     if os.geteuid() == 0:

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import published
 import pytest
 from containers import ENGINE, ROOT, SERVER, Folder, assert_pinned, json_list
 from packaging.requirements import Requirement
@@ -145,23 +146,18 @@ def pins(*variants: str) -> dict[str, Version]:
     return found
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the index says of the pinned packages, by name."""
-    folder = tmp_path_factory.mktemp("report")
-    command = [
-        sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed",
-        "--ignore-requires-python", "--python-version", MARKERS["python_version"], "--only-binary", ":all:",
-        "--target", folder / "target", "--report", folder / "report",
-    ]  # fmt: skip
-    for variant in ("", "-cuda", "-build"):
-        command += ["--requirement", ROOT / f"deploy/requirements{variant}.txt"]
-    subprocess.run(command, check=True, timeout=300)
-    found = [item["metadata"] for item in json.loads((folder / "report").read_text())["install"]]
-    return {canonicalize_name(metadata["name"]): metadata for metadata in found}
+# What the index says of the pinned packages, by name.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    canonicalize_name(name): what for name, what in json.loads(published.FILE.read_text()).items()
+}
 
 
-def needed(requirement: Requirement, published: dict[str, dict[str, Any]], pinned: dict[str, Version]) -> set[str]:
+def test_what_the_index_says_is_of_the_pinned_versions() -> None:
+    pinned = pins("", "-cuda") | pins("-build")
+    assert {name: Version(what["version"]) for name, what in PUBLISHED.items()} == pinned, "run published.py"
+
+
+def needed(requirement: Requirement, pinned: dict[str, Version]) -> set[str]:
     """Names of all that a requirement needs; fails where a pin does not do."""
     left, done = [(requirement, "")], set()
     while left:
@@ -172,9 +168,9 @@ def needed(requirement: Requirement, published: dict[str, dict[str, Any]], pinne
         if (name, frozenset(wanted.extras)) in done:
             continue
         done.add((name, frozenset(wanted.extras)))
-        python = SpecifierSet(published[name].get("requires_python") or "")
+        python = SpecifierSet(PUBLISHED[name]["requires_python"] or "")
         assert python.contains(MARKERS["python_full_version"]), f"{name} is not for this Python"
-        for text in published[name].get("requires_dist") or ():
+        for text in PUBLISHED[name]["requires_dist"] or ():
             needs = Requirement(text)
             if needs.marker is None or any(
                 needs.marker.evaluate(MARKERS | {"extra": extra}) for extra in ("", *wanted.extras)
@@ -197,15 +193,15 @@ def of_the_server() -> list[Requirement]:
     return asked
 
 
-def test_the_pins_are_all_that_is_needed_and_no_more(published: dict[str, dict[str, Any]]) -> None:
+def test_the_pins_are_all_that_is_needed_and_no_more() -> None:
     pinned = pins("", "-cuda")
-    reached = {name for requirement in of_the_server() for name in needed(requirement, published, pinned)}
+    reached = {name for requirement in of_the_server() for name in needed(requirement, pinned)}
     assert reached == set(pinned)
 
 
-def test_the_builder_has_what_it_needs(published: dict[str, dict[str, Any]]) -> None:
+def test_the_builder_has_what_it_needs() -> None:
     pinned = pins("-build")
-    assert needed(Requirement("hatchling>=1.26"), published, pinned) == set(pinned)
+    assert needed(Requirement("hatchling>=1.26"), pinned) == set(pinned)
     assert '"hatchling>=1.26"' in (ROOT / "pyproject.toml").read_text()
 
 

@@ -102,7 +102,7 @@ def test_the_engine_of_the_pod_encodes_and_decodes(machine: Machine) -> None:
     machine.wait(process, lambda: probe(machine, TOKENIZER, "startupProbe"))
     assert probe(machine, TOKENIZER, "readinessProbe")
     assert probe(machine, TOKENIZER, "livenessProbe")
-    address = machine.mapped(engine, engine_address(engine))
+    address = engine_address(engine)
     answered = machine.calls(engine, address)
     assert answered.stdout.strip() == ANSWER, answered.stdout
     if os.geteuid() == 0:
