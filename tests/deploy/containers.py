@@ -310,7 +310,7 @@ class Machine:
         while not healthy():
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < end, "it was never healthy"
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     def stop(self, process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
         """End a container as its engine does; return the exit status and what it wrote."""
