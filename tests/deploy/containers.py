@@ -214,7 +214,9 @@ class Machine:
         for process in self._started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
         shutil.rmtree(self.root)
 
     def volume(self, name: str, folder: Folder) -> Path:
