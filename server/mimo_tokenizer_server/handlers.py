@@ -19,7 +19,7 @@ from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 
 from . import messages
 from .errors import Reason, RequestError
-from .service import IDLE_SECONDS, TokenizerServicer, off_loop
+from .service import IDLE_SECONDS, TokenizerServicer, off_loop, within
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ async def _write_all(responses: AsyncGenerator[Message, None], context: Any) -> 
     try:
         async for response in responses:
             try:
-                await asyncio.wait_for(context.write(response.SerializeToString()), IDLE_SECONDS)
+                await within(IDLE_SECONDS, context.write(response.SerializeToString()))
             except asyncio.TimeoutError:
                 # To the method, which ends the call with it, and counts it once.
                 sentence = f"the answer was not read for {IDLE_SECONDS} seconds"

@@ -9,7 +9,7 @@ import logging
 import platform
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -660,7 +660,7 @@ async def _in_time(requests: AsyncIterator[T]) -> AsyncIterator[T]:
     iterator = aiter(requests)
     while True:
         try:
-            message = await asyncio.wait_for(anext(iterator, None), IDLE_SECONDS)
+            message = await within(IDLE_SECONDS, anext(iterator, None))
         except asyncio.TimeoutError:
             raise RequestError(
                 Reason.DEADLINE, f"the stream's next message did not come within {IDLE_SECONDS} seconds"
@@ -668,6 +668,26 @@ async def _in_time(requests: AsyncIterator[T]) -> AsyncIterator[T]:
         if message is None:
             return
         yield message
+
+
+async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+    """As `asyncio.wait_for`, which until Python 3.12 forgets a cancellation that comes together with the result.
+
+    Raises:
+        asyncio.TimeoutError: `seconds` have passed.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # or it would be logged as one that nobody has asked for
 
 
 async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
