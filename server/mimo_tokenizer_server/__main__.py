@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command, or say what it lacks."""
+    # Or gRPC's library writes a line of its own for each handshake that fails, whoever it was that tried.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         from .cli import cli
     except ModuleNotFoundError as error:
