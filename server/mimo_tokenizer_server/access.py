@@ -42,9 +42,6 @@ class _Files(Generic[T]):
         paths: of the files.
         load: may be called from any thread, but only once at a time.
 
-    Attributes:
-        value: what `load` has made; if files that changed are no good, the value from before stays.
-
     Raises:
         AccessError: the files are no good.
     """
@@ -55,21 +52,20 @@ class _Files(Generic[T]):
         self._load = load
         # From before they are read: what changes meanwhile is read again.
         self._stamps = self._stamp()
-        self.value = load()
+        self._value = load()
 
-    def renewed(self) -> bool:
-        """Look at the files; whether `value` is another now."""
+    def get(self) -> T:
+        """What `load` makes of the files as they are now; if that is no good, what it made before."""
         stamps = self._stamp()
-        if stamps == self._stamps:
-            return False
-        self._stamps = stamps
-        try:
-            self.value = self._load()
-        except AccessError as error:
-            log(logging.WARNING, f"{self._what} changed and cannot be used; the old go on", error=str(error))
-            return False
-        log(logging.INFO, f"{self._what} read anew")
-        return True
+        if stamps != self._stamps:
+            self._stamps = stamps
+            try:
+                self._value = self._load()
+            except AccessError as error:
+                log(logging.WARNING, f"{self._what} changed and cannot be used; the old go on", error=str(error))
+            else:
+                log(logging.INFO, f"{self._what} read anew")
+        return self._value
 
     def _stamp(self) -> list[tuple[int, ...]]:
         stamps: list[tuple[int, ...]] = []
@@ -107,11 +103,9 @@ def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
         return None
     paths = [cert, key] if ca is None else [cert, key, ca]
     files = _Files("certificates", paths, lambda: _certificates(cert, key, ca))
-
-    def renewed() -> Any:
-        return files.value if files.renewed() else None
-
-    return grpc.dynamic_ssl_server_credentials(files.value, renewed, require_client_authentication=ca is not None)
+    # A configuration that is given anew, even if it is the same, ends the sessions of the one before: who resumes such
+    # a session is not asked for a certificate again, though it may have expired.
+    return grpc.dynamic_ssl_server_credentials(files.get(), files.get, require_client_authentication=ca is not None)
 
 
 def _certificates(cert: Path, key: Path, ca: Path | None) -> Any:
@@ -184,9 +178,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
     def _good(self, sent: str) -> bool:
         scheme, _, token = sent.partition(" ")
-        self._tokens.renewed()
         # Each of them, that the time tells nothing.
-        equal = [hmac.compare_digest(token.strip().encode(), one) for one in self._tokens.value]
+        equal = [hmac.compare_digest(token.strip().encode(), one) for one in self._tokens.get()]
         return scheme.lower() == "bearer" and any(equal)
 
 

@@ -117,6 +117,9 @@ class Site:
             return status_of(channel, token)
 
 
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
 NO_CERTIFICATE = Pair(b"", b"")
 
 
@@ -230,6 +233,28 @@ def test_clients_that_are_not_let_in(site: Site, guarded: ServerProcess, whose: 
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
     assert refused.value.code() is Code.UNAVAILABLE
     assert site.status(guarded) is Code.OK
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_sessions_are_not_resumed(site: Site, guarded: ServerProcess, version: ssl.TLSVersion) -> None:
+    """Or a certificate that has expired would be good for as long as a session's ticket is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    site.server_ca.configure_trust(context)
+    put(site.folder / "client.pem", site.client.key + site.client.chain)
+    context.load_cert_chain(site.folder / "client.pem")
+    context.set_alpn_protocols(["h2"])
+    context.minimum_version = context.maximum_version = version
+    session = None
+    for _ in range(2):
+        with (
+            socket.create_connection(tcp(guarded.address), PATIENCE) as raw,
+            context.wrap_socket(raw, server_hostname="localhost", session=session) as connection,
+        ):
+            connection.sendall(PREFACE + SETTINGS)
+            assert connection.recv(1000)  # the ticket comes with it
+            assert not connection.session_reused
+            session = connection.session
+            assert session is not None
 
 
 def test_servers_that_a_client_refuses(site: Site, guarded: ServerProcess) -> None:
@@ -526,9 +551,8 @@ def hung_up(raw: socket.socket) -> bool:
 
 
 def test_connections_that_say_nothing_are_closed(site: Site, guarded: ServerProcess, narrow: ServerProcess) -> None:
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     openings = [(guarded.address, b""), (guarded.address, half_a_hello())] * 60
-    openings += [(narrow.address, preface[:11]), (narrow.address, preface)] * 5
+    openings += [(narrow.address, PREFACE[:11]), (narrow.address, PREFACE)] * 5
     openings += [(metrics_of(guarded), b""), (metrics_of(guarded), b"GET /met")]
     silent = []
     try:
