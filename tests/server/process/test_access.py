@@ -149,9 +149,15 @@ def tcp(address: str) -> tuple[str, int]:
     return "127.0.0.1", int(address.rpartition(":")[2])
 
 
+def open_files(soft: int, hard: int) -> tuple[str, ...]:
+    """A launcher that lets a process have so many open files, and itself allow so many."""
+    program = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}));"
+    return (sys.executable, "-c", f"{program} os.execv(sys.argv[1], sys.argv[1:])")
+
+
 @contextlib.contextmanager
-def module_server(*flags: str, address: str = "127.0.0.1:0") -> Iterator[ServerProcess]:
-    server = ServerProcess(*flags, address=address)
+def module_server(*flags: str, address: str = "127.0.0.1:0", launcher: tuple[str, ...] = ()) -> Iterator[ServerProcess]:
+    server = ServerProcess(*flags, address=address, launcher=launcher)
     try:
         yield server.ready()
         assert server.stop() == 0, server.log
@@ -189,14 +195,17 @@ def guarded(files: Site) -> Iterator[ServerProcess]:
 def narrow(files: Site) -> Iterator[ServerProcess]:
     """A server on all interfaces with a token, no TLS, and room for few connections that soon are idle."""
     limits = ("--max-connections", "20", "--max-connection-idle-seconds", "1", "--max-streams-per-connection", "3")
-    with module_server(*files.token, *limits, "--metrics-address", "127.0.0.1:0", address="0.0.0.0:0") as server:
+    limits += ("--metrics-address", "127.0.0.1:0")
+    launcher = open_files(200, 1000)
+    with module_server(*files.token, *limits, address="0.0.0.0:0", launcher=launcher) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def ageing(files: Site) -> Iterator[ServerProcess]:
     """A server on all interfaces with TLS that asks for nothing, whose connections grow a second old."""
-    with module_server(*files.tls, "--max-connection-age-seconds", "1", address="0.0.0.0:0") as server:
+    flags, launcher = (*files.tls, "--max-connection-age-seconds", "1"), open_files(200, 400)
+    with module_server(*flags, address="0.0.0.0:0", launcher=launcher) as server:
         yield server
 
 
@@ -638,6 +647,19 @@ def test_connections_grow_old_and_no_call_knows(site: Site, ageing: ServerProces
     assert answers == {Code.OK}
 
 
+def test_open_files_for_the_connections(narrow: ServerProcess, ageing: ServerProcess) -> None:
+    def allowed(server: ServerProcess) -> list[str]:
+        (line,) = [
+            line for line in Path(f"/proc/{server.pid}/limits").read_text().splitlines() if "Max open files" in line
+        ]
+        return line.split()[3:5]
+
+    assert allowed(narrow) == ["532", "1000"]
+    assert allowed(ageing) == ["400", "400"]
+    (warning,) = [line for line in warnings(ageing) if "open files" in line]
+    assert "too few open files for --max-connections allowed=400 needed=1512" in warning
+
+
 # ---------------------------------------------------------------- the metrics' port
 
 
@@ -671,7 +693,7 @@ def test_all_interfaces_with_a_token_and_no_tls(narrow: ServerProcess) -> None:
 
 def test_all_interfaces_with_tls_for_everybody(ageing: ServerProcess) -> None:
     assert "tls=server token=no" in ageing.wait_for("listening")
-    (warning,) = warnings(ageing)
+    _, warning = warnings(ageing)
     assert "anybody who reaches this address can use the server" in warning
 
 
