@@ -73,6 +73,18 @@ def parse(text: str) -> Address:
     return Address(host=match[1] or match[2] or "127.0.0.1", port=int(match[3]))
 
 
+def parse_port(text: str, what: str) -> Address:
+    """Read "host:port" or ":port" (loopback), of the address for `what`.
+
+    Raises:
+        AddressError: it is neither.
+    """
+    address = parse(text)
+    if address.path is not None:
+        raise AddressError(f"{what} address {text!r} is a Unix socket; it must be host:port")
+    return address
+
+
 @contextlib.contextmanager
 def taken(address: Address, socket_mode: int) -> Iterator[Address]:
     """Make way for a server at `address`, which binds in the body to the address that is yielded.

@@ -31,7 +31,7 @@ _UNAVAILABLE_SECONDS = 3.0
 
 EXIT_STATUSES = """
 \b
-Exit status: 0 after SIGTERM or SIGINT; 1 if the server cannot start (checkpoint, address);
+Exit status: 0 after SIGTERM or SIGINT; 1 if the server cannot start (checkpoint, address, certificate, token);
 2 for wrong flags or a device that is not there; 3 after a device failure: restart it;
 130 or 143 at once after a second SIGINT or SIGTERM.
 """
@@ -98,6 +98,8 @@ _MAX_COUNT = 2**32 - 1
 _DAY = 86_400
 
 _POSITIVE = _Seconds(min=0, min_open=True)
+# Whether it is there and what is in it is looked at in one place, and again when it changes.
+_FILE = click.Path(dir_okay=False, path_type=Path)
 _timeout = click.option("--timeout", type=_POSITIVE, help="Seconds for the call.  [default: grows with the audio]")
 
 
@@ -153,13 +155,57 @@ def cli() -> None:
     "--address",
     default=DEFAULT_ADDRESS,
     help="Where to listen: unix:///path (for a sidecar; a stale socket is replaced), or host:port. A host that is not"
-    " loopback lets everybody in who reaches it.",
+    " loopback lets everybody in who reaches it, but for --tls-client-ca or --token-file.",
 )
 @_option(
     "--socket-mode",
     default="660",
     callback=_octal,
     help="Permissions of a Unix socket, octal.",
+)
+@_option(
+    "--tls-cert",
+    type=_FILE,
+    help="Serve TLS with this certificate (PEM, its chain behind it). Certificates, keys and tokens are read anew when"
+    " their files change.",
+)
+@_option("--tls-key", type=_FILE, help="Private key of --tls-cert (PEM, without a passphrase).")
+@_option(
+    "--tls-client-ca",
+    type=_FILE,
+    help="Mutual TLS: callers must show a certificate that is signed by one of these CAs (PEM).",
+)
+@_option(
+    "--token-file",
+    type=_FILE,
+    help="Tokens, one a line (# comments), of which each call but health must carry one: metadata authorization: Bearer"
+    " TOKEN.",
+)
+@_option(
+    "--health-address",
+    default=None,
+    help="Where probes that know neither TLS nor Unix sockets ask for health, and can nothing else: host:port, in plain"
+    " text.  [default: nowhere]",
+)
+@_option("--max-connections", type=click.IntRange(1, 1_000_000), default=1000, help="At a time.")
+@_option(
+    "--max-connection-idle-seconds",
+    type=_Seconds(0, _DAY, min_open=True),
+    default=300.0,
+    help="A connection without calls is closed after this; clients make another when they need it.",
+)
+@_option(
+    "--max-connection-age-seconds",
+    type=_Seconds(0, _DAY, min_open=True),
+    default=None,
+    help="A connection is closed after this, when its calls have ended or --grace-seconds later; spreads clients over"
+    " servers and has them show their certificates again.  [default: never, for the sake of long calls]",
+)
+@_option(
+    "--max-streams-per-connection",
+    type=click.IntRange(1, 1_000_000),
+    default=1024,
+    help="Calls at a time on one connection; more wait in the client.",
 )
 @_option(
     "--max-message-mib", type=click.IntRange(1, 1024), default=64, help="Largest message, request or answer, in MiB."
@@ -237,6 +283,12 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         raise click.UsageError(f"--model: {model} is a built-in config without weights; add --load-format dummy")
     if flags["quantize_encoder"] and flags["quantize"] == "none":
         raise click.UsageError("--quantize-encoder goes with --quantize int8")
+    if (flags["tls_cert"] is None) != (flags["tls_key"] is None):
+        raise click.UsageError("--tls-cert and --tls-key go together")
+    if flags["tls_client_ca"] is not None and flags["tls_cert"] is None:
+        raise click.UsageError("--tls-client-ca goes with --tls-cert and --tls-key")
+    if flags["tls_cert"] is not None and flags["address"].startswith("unix:"):
+        raise click.UsageError("--tls-cert is for host:port; who may use a Unix socket is said by --socket-mode")
     flags["threads"] = threads.prepare(flags["threads"], os.environ)
     # A float32 model is asked for to be exact: no bfloat16 in oneDNN's products, whatever the environment says.
     os.environ |= {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "DNNL_DEFAULT_FPMATH_MODE": "STRICT"}
@@ -286,13 +338,14 @@ def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
         raise click.UsageError(f"--device-memory-limit: {error}") from None
     except QuantizeError as error:
         raise click.UsageError(f"--quantize: {error}") from None
+    from .access import AccessError
     from .address import AddressError
     from .server import serve as run
 
     try:
         status = asyncio.run(run(config))
     except (
-        AddressError, CheckpointError, ConfigError, MemoryLimitError, QuantizeError, TracingError,
+        AccessError, AddressError, CheckpointError, ConfigError, MemoryLimitError, QuantizeError, TracingError,
         torch.OutOfMemoryError,
     ) as error:  # fmt: skip
         raise click.ClickException(str(error)) from None

@@ -36,6 +36,16 @@ class ServeConfig:
         threads: that compute on the CPU; None for what is set already.
         address: "unix:///path" or "host:port".
         socket_mode: permissions of a Unix socket.
+        tls_cert: certificate and its chain, PEM; with `tls_key`, or both None for no TLS.
+        tls_key: its private key, PEM.
+        tls_client_ca: CAs, PEM, of which one must have signed a caller's certificate; None for no such need.
+        token_file: tokens, one a line, of which a call must carry one; None for no such need.
+        health_address: "host:port" where health alone is answered, without TLS and token; None for nowhere.
+        max_connections: at a time.
+        max_connection_idle_seconds: after which a connection without calls is closed.
+        max_connection_age_seconds: after which a connection is closed, with `grace_seconds` for its calls; None for
+            never.
+        max_streams_per_connection: calls at a time on one connection.
         max_message_bytes: of one message, request or answer.
         max_audio_seconds: longest recording; None for the model's own limit.
         max_queued_frames: code frames queued or computed at a time, over all calls; None for twice the longest
@@ -64,6 +74,15 @@ class ServeConfig:
     threads: int | None = None
     address: str = DEFAULT_ADDRESS
     socket_mode: int = 0o660
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    token_file: Path | None = None
+    health_address: str | None = None
+    max_connections: int = 1000
+    max_connection_idle_seconds: float = 300.0
+    max_connection_age_seconds: float | None = None
+    max_streams_per_connection: int = 1024
     max_message_bytes: int = 64 * MIB
     max_audio_seconds: float | None = None
     max_queued_frames: int | None = None

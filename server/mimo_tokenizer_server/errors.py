@@ -18,6 +18,7 @@ class Reason(enum.Enum):
     OUT_OF_MEMORY = enum.auto()
     DEADLINE = enum.auto()
     INTERNAL = enum.auto()
+    UNAUTHENTICATED = enum.auto()
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ what is large is serialized off it too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import grpc
@@ -19,7 +19,7 @@ from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 
 from . import messages
 from .errors import Reason, RequestError
-from .service import IDLE_SECONDS, TokenizerServicer, off_loop
+from .service import IDLE_SECONDS, TokenizerServicer, off_loop, within
 
 T = TypeVar("T")
 
@@ -63,10 +63,10 @@ def _handler(servicer: TokenizerServicer, method: Any) -> grpc.RpcMethodHandler[
         size = len(data)
         request = await parsed(data, context)
         del data
-        await _write_all(call(request, context, size), servicer, method.name, context)
+        await _write_all(call(request, context, size), context)
 
     async def answer_stream(stream: AsyncIterator[bytes], context: Any) -> None:
-        await _write_all(call(each_parsed(stream), context), servicer, method.name, context)
+        await _write_all(call(each_parsed(stream), context), context)
 
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(_forgetful(answer_stream))
@@ -75,18 +75,18 @@ def _handler(servicer: TokenizerServicer, method: Any) -> grpc.RpcMethodHandler[
     return grpc.unary_unary_rpc_method_handler(_forgetful(answer))
 
 
-async def _write_all(responses: Any, servicer: TokenizerServicer, method: str, context: Any) -> None:
+async def _write_all(responses: AsyncGenerator[Message, None], context: Any) -> None:
     """Write a stream's responses; a reader that does not read gives up its place."""
     try:
         async for response in responses:
-            await asyncio.wait_for(context.write(response.SerializeToString()), IDLE_SECONDS)
-        return
-    except asyncio.TimeoutError:
-        pass
+            try:
+                await within(IDLE_SECONDS, context.write(response.SerializeToString()))
+            except asyncio.TimeoutError:
+                # To the method, which ends the call with it, and counts it once.
+                sentence = f"the answer was not read for {IDLE_SECONDS} seconds"
+                await responses.athrow(RequestError(Reason.DEADLINE, sentence))
     finally:
         await responses.aclose()
-    sentence = f"the answer was not read for {IDLE_SECONDS} seconds"
-    await servicer.refuse(method, RequestError(Reason.DEADLINE, sentence), context)
 
 
 def _forgetful(method: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> Callable[[Any, Any], Awaitable[T]]:

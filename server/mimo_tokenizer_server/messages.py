@@ -54,6 +54,7 @@ STATUS = {
     Reason.OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
+    Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
 }
 
 

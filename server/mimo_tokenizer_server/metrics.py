@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,7 +20,7 @@ from prometheus_client import (
     Info,
     PlatformCollector,
     ProcessCollector,
-    start_http_server,
+    make_wsgi_app,
 )
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
@@ -34,6 +40,10 @@ _STATUSES = sorted({"OK", "CANCELLED", *(status.name for status in messages.STAT
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 _FRAMES = tuple(float(1 << power) for power in range(0, 17, 2))
 _ITEMS = tuple(float(1 << power) for power in range(9))
+
+# Of HTTP: at a time, and how long one may keep silent.
+_MAX_CONNECTIONS = 32
+_SILENT_SECONDS = 10
 
 
 class Metrics:
@@ -149,6 +159,45 @@ class Metrics:
         self._audio.labels(name).inc(frames * self._seconds_per_frame)
 
 
+class _HttpHandler(WSGIRequestHandler):
+    """Waits for a request for a while only, and logs none."""
+
+    timeout = _SILENT_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
+
+
+class _HttpServer(ThreadingMixIn, WSGIServer):
+    """A thread for each connection; one too many ends the oldest, so that idle ones keep nobody out."""
+
+    daemon_threads = True
+    request_queue_size = _MAX_CONNECTIONS
+
+    def __init__(self, address: addresses.Address) -> None:
+        self._connections: dict[Any, None] = {}
+        self.address_family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((address.host, address.port), _HttpHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a new connection."""
+        self._connections[request] = None
+        for oldest in list(self._connections)[:-_MAX_CONNECTIONS]:
+            self._connections.pop(oldest, None)
+            with suppress(OSError):  # it has ended meanwhile
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget a connection that has ended."""
+        self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say in a line that a connection came to nothing."""
+        log(logging.DEBUG, "metrics connection failed", error=repr(sys.exc_info()[1]))
+
+
 @contextmanager
 def exposed(metrics: Metrics, text: str) -> Iterator[str]:
     """Serve `metrics` over HTTP at `text`, host:port, while the body runs.
@@ -159,15 +208,16 @@ def exposed(metrics: Metrics, text: str) -> Iterator[str]:
     Raises:
         AddressError: nothing can listen there.
     """
-    address = addresses.parse(text)
-    if address.path is not None:
-        raise addresses.AddressError(f"metrics address {text!r} is a Unix socket; Prometheus asks at host:port")
+    address = addresses.parse_port(text, "metrics")
     with addresses.taken(address, 0):
         pass  # whatever speaks against it is said in words
     try:
-        server, thread = start_http_server(address.port, address.host, metrics.registry)
+        server = _HttpServer(address)
     except OSError as error:
         raise addresses.AddressError(f"cannot listen on {address.target} for metrics: {error.strerror}") from error
+    server.set_app(make_wsgi_app(metrics.registry))
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     target = addresses.Address(host=address.host, port=server.server_port).target
     if not address.is_loopback:
         log(logging.WARNING, "anybody who reaches this address can read the metrics", address=target)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from . import access, memory
 from . import address as addresses
-from . import memory
 from .config import ServeConfig
 from .engine import Engine
 from .handlers import SERVICE, generic_handler
@@ -30,6 +31,8 @@ SERVICE_NAME = SERVICE.full_name
 # The empty name stands for the whole process.
 _HEALTH_NAMES = ("", SERVICE_NAME)
 _LONGEST_NAME = 256
+# Whoever reaches the server may watch: less than _OTHER_CALLS, that they are in nobody's way.
+_MAX_WATCHES = 128
 
 # How long answers that have been given may take to leave.
 _HANG_UP_SECONDS = 1.0
@@ -37,15 +40,30 @@ _HANG_UP_SECONDS = 1.0
 # Calls beside the service's own that have room at any time: health checks and watches, GetInfo, reflection.
 _OTHER_CALLS = 256
 
+# How long a connection may take to become one, with TLS and HTTP/2: one that says nothing is closed.
+_HANDSHAKE_SECONDS = 10.0
+# Of the health port.
+_HEALTH_CONNECTIONS = 256
+_HEALTH_MESSAGE_BYTES = 4096
+# Open files beside connections: the listening sockets, those of the model and the libraries, the metrics' connections.
+_OTHER_FILES = 256
+
 EXIT_OK = 0
 EXIT_NO_START = 1
 EXIT_DEVICE_FAILURE = 3
 
 
-def _options(config: ServeConfig) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
+def _options(config: ServeConfig, max_connections: int, max_message_bytes: int) -> list[tuple[str, Any]]:
+    def milliseconds(seconds: float) -> int:
+        return max(1, round(seconds * 1000))
+
+    options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", config.max_streams_per_connection),
+        ("grpc.server_handshake_timeout_ms", milliseconds(_HANDSHAKE_SECONDS)),
+        ("grpc.max_connection_idle_ms", milliseconds(config.max_connection_idle_seconds)),
         # No compression: neither sound nor codes shrink, but a few bytes can grow to the largest message.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         # With it two servers on one port share its connections, without a word.
@@ -56,6 +74,10 @@ def _options(config: ServeConfig) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
+    if config.max_connection_age_seconds is not None:
+        options.append(("grpc.max_connection_age_ms", milliseconds(config.max_connection_age_seconds)))
+        options.append(("grpc.max_connection_age_grace_ms", milliseconds(config.grace_seconds)))
+    return options
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -69,6 +91,7 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._draining = False
         self._changed = asyncio.Event()
+        self._watches = 0
 
     @property
     def serving(self) -> bool:
@@ -95,17 +118,23 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         if len(request.service) > _LONGEST_NAME:  # a watch has no end, and gRPC keeps its request until then
             sentence = f"a service's name has at most {_LONGEST_NAME} characters"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
+        if self._watches >= _MAX_WATCHES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {_MAX_WATCHES} watches already")
         known = request.service in _HEALTH_NAMES
         told = None
-        while True:
-            draining, changed = self._draining, self._changed
-            status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            if status != told:
-                yield health_pb2.HealthCheckResponse(status=status)
-                told = status
-            if draining:
-                return
-            await changed.wait()
+        self._watches += 1
+        try:
+            while True:
+                draining, changed = self._draining, self._changed
+                status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+                if status != told:
+                    yield health_pb2.HealthCheckResponse(status=status)
+                    told = status
+                if draining:
+                    return
+                await changed.wait()
+        finally:
+            self._watches -= 1
 
 
 class Server:
@@ -113,11 +142,18 @@ class Server:
 
     Args:
         config: the process's settings.
+
+    Raises:
+        AddressError, AccessError: a setting that is no good; the sentence says why.
     """
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._address = addresses.parse(config.address)
+        self._health_address = (
+            addresses.parse_port(config.health_address, "health") if config.health_address is not None else None
+        )
+        self._credentials = access.server_credentials(config)
         self._exit_status = EXIT_OK
         self._stopping = asyncio.Event()
         self._metrics = metrics = Metrics(versions())
@@ -133,19 +169,23 @@ class Server:
         metrics.watch("queue_limit_frames", "Code frames that may.", lambda: scheduler.max_queued_frames)
         metrics.watch("device_memory_bytes", "Memory of the device that the process holds.", scheduler.memory_used)
         metrics.watch("device_memory_limit_bytes", "Memory of the device that it may use.", scheduler.memory_limit)
-        # The service refuses calls over its own limit, with words and a status of its own; this one keeps what a flood
-        # of them may hold in memory bounded. Health checks count here, and have room above it.
+        interceptors: list[grpc.aio.ServerInterceptor] = []
+        traced: Callable[..., None] | None = None
         if config.trace:
             from . import tracing
 
             self._tracing = tracing.Tracing(versions())
+            interceptors += self._tracing.interceptors()
+            traced = tracing.ended
+        self._servicer = TokenizerServicer(self._scheduler, config, metrics, traced)
+        if config.token_file is not None:
+            interceptors.append(access.TokenCheck(config.token_file, self._servicer))
+        # The service refuses calls over its own limit, with words and a status of its own; this one keeps what a flood
+        # of them may hold in memory bounded. Health checks count here, and have room above it.
         self._grpc = grpc.aio.server(
-            options=_options(config),
-            interceptors=self._tracing.interceptors() if config.trace else (),
+            options=_options(config, config.max_connections, config.max_message_bytes),
+            interceptors=interceptors,
             maximum_concurrent_rpcs=2 * config.max_concurrent_calls + _OTHER_CALLS,
-        )
-        self._servicer = TokenizerServicer(
-            self._scheduler, config, metrics, traced=tracing.ended if config.trace else None
         )
         self._grpc.add_generic_rpc_handlers((generic_handler(self._servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -161,6 +201,7 @@ class Server:
             AddressError, DeviceError, ConfigError, CheckpointError, QuantizeError, MemoryLimitError: the server cannot
                 start; the sentence says why.
         """
+        _allow_files(self._config.max_connections + _HEALTH_CONNECTIONS + _OTHER_FILES)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
@@ -168,7 +209,8 @@ class Server:
             if self._config.metrics_address is not None:
                 where = stack.enter_context(exposed(self._metrics, self._config.metrics_address))
                 log(logging.INFO, "metrics", address=where)
-            return await self._run()
+            async with self._health_port():
+                return await self._run()
 
     async def _run(self) -> int:
         await self._bind()
@@ -187,23 +229,38 @@ class Server:
             await self._shut_down()
         return self._exit_status
 
+    @asynccontextmanager
+    async def _health_port(self) -> AsyncIterator[None]:
+        """Answer at the health address while the body runs."""
+        if self._health_address is None:
+            yield
+            return
+        server = grpc.aio.server(
+            options=_options(self._config, _HEALTH_CONNECTIONS, _HEALTH_MESSAGE_BYTES),
+            maximum_concurrent_rpcs=_OTHER_CALLS,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        address = await _started(server, self._health_address)
+        log(logging.INFO, "health", address=address.target)
+        try:
+            yield
+        finally:
+            await server.stop(_HANG_UP_SECONDS)
+
     async def _bind(self) -> None:
         """Listen. Until the model is loaded, calls are answered with UNAVAILABLE and health with NOT_SERVING."""
-        with addresses.taken(self._address, self._config.socket_mode) as binding:
-            try:
-                port = self._grpc.add_insecure_port(binding.target)
-            except RuntimeError as error:
-                raise addresses.AddressError(f"cannot listen on {self._address.target}: {error}") from error
-            await self._grpc.start()
-        if self._address.path is None:
-            self._address = addresses.Address(host=self._address.host, port=port)
+        config = self._config
+        self._address = await _started(self._grpc, self._address, config.socket_mode, self._credentials)
+        tls = "none" if self._credentials is None else "server" if config.tls_client_ca is None else "mutual"
+        address = self._address.target
         if not self._address.is_loopback:
-            log(
-                logging.WARNING,
-                "anybody who reaches this address can use the server: it asks for no credentials",
-                address=self._address.target,
-            )
-        log(logging.INFO, "listening", address=self._address.target)
+            if tls != "mutual" and config.token_file is None:
+                sentence = "anybody who reaches this address can use the server: it asks for no credentials"
+                log(logging.WARNING, sentence, address=address)
+            elif tls == "none":
+                sentence = "the token travels in the clear: whoever sees the traffic can use it; --tls-cert hides it"
+                log(logging.WARNING, sentence, address=address)
+        log(logging.INFO, "listening", address=address, tls=tls, token="no" if config.token_file is None else "yes")
 
     async def _shut_down(self) -> None:
         self._health.set(False, draining=True)
@@ -239,6 +296,40 @@ class Server:
     def _device_failed(self) -> None:
         self._exit_status = EXIT_DEVICE_FAILURE
         self._stopping.set()
+
+
+async def _started(
+    server: Any, address: addresses.Address, socket_mode: int = 0, credentials: grpc.ServerCredentials | None = None
+) -> addresses.Address:
+    """Have `server` listen at `address`.
+
+    Returns:
+        The address, with the port that a 0 has become.
+
+    Raises:
+        AddressError: it cannot.
+    """
+    with addresses.taken(address, socket_mode) as binding:
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(binding.target)
+            else:
+                port = server.add_secure_port(binding.target, credentials)
+        except RuntimeError as error:
+            raise addresses.AddressError(f"cannot listen on {address.target}: {error}") from error
+        await server.start()
+    return address if address.path is not None else addresses.Address(host=address.host, port=port)
+
+
+def _allow_files(needed: int) -> None:
+    """Let the process have so many open files, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        log(logging.WARNING, "too few open files for --max-connections", allowed=allowed, needed=needed)
 
 
 async def serve(config: ServeConfig) -> int:

@@ -9,7 +9,7 @@ import logging
 import platform
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +45,8 @@ _VQ_PIECE_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
 # How long a stream may keep the server waiting, for its next message or until it reads its answer.
 IDLE_SECONDS = 60
+# How long after the end of its messages a client's call may be cancelled, where it is the client that has ended.
+_GONE_SECONDS = 0.05
 # A client's deadline passes before what the server has been told of it, by the time that the call was on its way.
 _CLOCK_SLACK = 0.1
 # Message contents above this size are checked and converted in a thread, so that the event loop goes on.
@@ -151,9 +153,9 @@ class TokenizerServicer:
             self._arriving -= 1
 
     async def refuse(self, method: str, error: RequestError, context: Any) -> None:
-        """End a call that does not get as far as its method, or no further, with the error's status."""
-        async with self._call(method, context):
-            raise error
+        """End a call that does not get as far as its method with the error's status."""
+        async with self._call(method, context, error):
+            raise AssertionError("a refused call has no body")
 
     # ------------------------------------------------------------ methods
 
@@ -250,7 +252,7 @@ class TokenizerServicer:
         self, request_iterator: AsyncIterator[pb.EncodeStreamRequest], context: Any
     ) -> AsyncIterator[pb.EncodeStreamResponse]:
         """One long waveform to codes, with memory for a segment."""
-        async with self._call("EncodeStream", context) as call:
+        async with self._call("EncodeStream", context) as call, _unless_gone():
             requests = _in_time(request_iterator)
             first = await anext(requests, None)
             kind = first.WhichOneof("message") if first is not None else None
@@ -366,8 +368,11 @@ class TokenizerServicer:
     # ------------------------------------------------------------ a call
 
     @asynccontextmanager
-    async def _call(self, method: str, context: Any) -> AsyncIterator[_Call]:
-        """Frame of every method: identity, the limit on calls, errors to a status, one log line."""
+    async def _call(self, method: str, context: Any, refusal: RequestError | None = None) -> AsyncIterator[_Call]:
+        """Frame of every method: identity, the limit on calls, errors to a status, one log line.
+
+        A call with a `refusal` ends with that; the body does not run.
+        """
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         remaining = context.time_remaining()
         call = _Call(
@@ -379,7 +384,7 @@ class TokenizerServicer:
         error: RequestError | None = None
         failed: _AllItemsFailed | None = None
         outcome = "OK"
-        refusal = self.full(method)
+        refusal = refusal or self.full(method)
         self._calls += 1
         self._idle.clear()
         try:
@@ -655,12 +660,23 @@ def _or_error(function: Callable[[], T]) -> T | RequestError:
         return error.with_traceback(None)
 
 
+@asynccontextmanager
+async def _unless_gone() -> AsyncIterator[None]:
+    """Let a client's going away, which at first looks like the end of its messages, cancel the call it is found in."""
+    try:
+        yield
+    except RequestError as error:
+        if error.reason is Reason.INVALID_VALUE:
+            await asyncio.sleep(_GONE_SECONDS)
+        raise
+
+
 async def _in_time(requests: AsyncIterator[T]) -> AsyncIterator[T]:
     """The messages of a stream, of which the next one may not keep the server waiting for ever."""
     iterator = aiter(requests)
     while True:
         try:
-            message = await asyncio.wait_for(anext(iterator, None), IDLE_SECONDS)
+            message = await within(IDLE_SECONDS, anext(iterator, None))
         except asyncio.TimeoutError:
             raise RequestError(
                 Reason.DEADLINE, f"the stream's next message did not come within {IDLE_SECONDS} seconds"
@@ -668,6 +684,26 @@ async def _in_time(requests: AsyncIterator[T]) -> AsyncIterator[T]:
         if message is None:
             return
         yield message
+
+
+async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+    """As `asyncio.wait_for`, which until Python 3.12 forgets a cancellation that comes together with the result.
+
+    Raises:
+        asyncio.TimeoutError: `seconds` have passed.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # or it would be logged as one that nobody has asked for
 
 
 async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:

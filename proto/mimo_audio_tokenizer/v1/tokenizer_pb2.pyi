@@ -162,6 +162,8 @@ class ErrorDetail(google.protobuf.message.Message):
         """The deadline passed before the work was done."""
         REASON_INTERNAL: ErrorDetail._Reason.ValueType  # 9
         """A fault of the server's own."""
+        REASON_UNAUTHENTICATED: ErrorDetail._Reason.ValueType  # 10
+        """The call carries no token that the server takes."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: ErrorDetail.Reason.ValueType  # 0
@@ -183,6 +185,8 @@ class ErrorDetail(google.protobuf.message.Message):
     """The deadline passed before the work was done."""
     REASON_INTERNAL: ErrorDetail.Reason.ValueType  # 9
     """A fault of the server's own."""
+    REASON_UNAUTHENTICATED: ErrorDetail.Reason.ValueType  # 10
+    """The call carries no token that the server takes."""
 
     REASON_FIELD_NUMBER: builtins.int
     ITEM_FIELD_NUMBER: builtins.int

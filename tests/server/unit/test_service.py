@@ -915,6 +915,16 @@ def test_a_million_empty_items_are_not_built(rig: Any, monkeypatch: pytest.Monke
     assert not built
 
 
+def _ended(rig: Any, method: str) -> dict[str, float]:
+    """The method's calls that the metrics have counted, by status."""
+    return {
+        sample.labels["status"]: sample.value
+        for family in rig.servicer._metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "mimo_tokenizer_requests_total" and sample.labels["method"] == method and sample.value
+    }
+
+
 @pytest.mark.parametrize("messages", [0, 1, 2])
 def test_a_stream_that_sends_nothing_more_ends(
     rig: Any, build: Any, monkeypatch: pytest.MonkeyPatch, messages: int
@@ -953,6 +963,33 @@ def test_an_answer_that_nobody_reads_gives_up_its_place(
 
     _run(rig, check())
     assert rig.admitted() == 0
+    assert _ended(rig, "DecodeLong") == {"DEADLINE_EXCEEDED": 1}
+
+
+@pytest.mark.parametrize("messages", [0, 1, 2])
+def test_a_stream_whose_client_goes_away_is_cancelled(rig: Any, build: Any, messages: int) -> None:
+    """Its messages end first, which would be no recording, or one that is too short."""
+    sent = build.stream([build.pcm(10).tobytes()])
+
+    async def check() -> None:
+        async with _Served(rig) as served:
+            for count in range(10):
+                call = served.stub.EncodeStream(timeout=30)
+                await _until(lambda: rig.servicer._calls == 1)
+                for message in sent[:messages]:
+                    await call.write(message)
+                call.cancel()
+                await _until(lambda count=count: sum(_ended(rig, "EncodeStream").values()) == count + 1)
+            assert _ended(rig, "EncodeStream") == {"CANCELLED": 10}
+            # One that ends its messages itself is told what was wrong with them.
+            call = served.stub.EncodeStream(timeout=30)
+            for message in sent[:messages]:
+                await call.write(message)
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    _run(rig, check())
+    assert _ended(rig, "EncodeStream") == {"CANCELLED": 10, "INVALID_ARGUMENT": 1}
 
 
 def test_a_deadline_that_passes_on_the_device_is_no_cancellation(make_rig: Any, build: Any, fakes: Any) -> None:
@@ -960,24 +997,18 @@ def test_a_deadline_that_passes_on_the_device_is_no_cancellation(make_rig: Any, 
     rig = make_rig()
     gate = rig.engine.hook = fakes.Gate()
 
-    def ended(status: str) -> float:
-        labels = {"method": "Decode", "status": status}
-        count = rig.servicer._metrics.registry.get_sample_value("mimo_tokenizer_requests_total", labels)
-        assert count is not None
-        return float(count)
-
     async def check() -> None:
         async with _Served(rig) as served:
             late = served.stub.Decode(build.good("Decode"), timeout=0.5)
             await asyncio.to_thread(gate.entered.wait, 30)
             await _until(lambda: rig.servicer._calls == 0)
             assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert (ended("DEADLINE_EXCEEDED"), ended("CANCELLED")) == (1, 0)
+            assert _ended(rig, "Decode") == {"DEADLINE_EXCEEDED": 1}
             given_up = served.stub.Decode(build.good("Decode"), timeout=30)
             await _until(lambda: rig.servicer._calls == 1)
             given_up.cancel()
             await _until(lambda: rig.servicer._calls == 0)
-            assert (ended("DEADLINE_EXCEEDED"), ended("CANCELLED")) == (1, 1)
+            assert _ended(rig, "Decode") == {"DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
             gate.open()
 
     _run(rig, check())
