@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -273,6 +274,9 @@ def cli() -> None:
 @_option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of the log on standard error.")
 def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     """Load the model on one device and serve it until SIGTERM."""
+    # Until the server has a handler of its own, seconds later: the first process of a container is otherwise not ended
+    # by a signal.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from .telemetry import configure_logging
 
     if model is None:

@@ -79,6 +79,21 @@ class OpenStream:
 # ---------------------------------------------------------------- the end
 
 
+def test_sigterm_before_the_server_is_there(start: Start) -> None:
+    """While it still imports what it needs. For a container's first process the system has no answer to a signal."""
+    server = start()
+
+    def handled() -> bool:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{server.pid}/status").read_text().splitlines())
+        return bool(int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
+
+    eventually(handled)
+    assert server.lines == []
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert server.lines == []
+
+
 def test_sigterm_lets_a_call_in_flight_finish(start: Start, channel: Callable[[str], grpc.Channel]) -> None:
     server = start("--log-level", "debug").ready()
     connection = channel(server.address)
