@@ -34,13 +34,13 @@ class AccessError(ValueError):
     """A certificate, key or token that is no good; the sentence says which and why, and never what it is."""
 
 
-class _Files(Generic[T]):
+class Files(Generic[T]):
     """What `load` makes of some files, and makes again when one of them has changed.
 
     Args:
         what: of the files, for the log.
         paths: of the files.
-        load: may be called from any thread, but only once at a time.
+        load: called when one of them has changed, too.
 
     Raises:
         AccessError: the files are no good.
@@ -92,8 +92,8 @@ def _read(flag: str, path: Path, *, secret: bool = False) -> bytes:
 # ---------------------------------------------------------------- certificates
 
 
-def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """TLS, mutual or not, as `config` says; None for none. Each handshake uses the files as they are then.
+def certificates(config: ServeConfig) -> Files[grpc.ServerCredentials] | None:
+    """TLS, mutual or not, as `config` says; None for none.
 
     Raises:
         AccessError: a file cannot be read, or is not what it should be.
@@ -102,13 +102,10 @@ def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
     if cert is None or key is None:
         return None
     paths = [cert, key] if ca is None else [cert, key, ca]
-    files = _Files("certificates", paths, lambda: _certificates(cert, key, ca))
-    # A configuration that is given anew, even if it is the same, ends the sessions of the one before: who resumes such
-    # a session is not asked for a certificate again, though it may have expired.
-    return grpc.dynamic_ssl_server_credentials(files.get(), files.get, require_client_authentication=ca is not None)
+    return Files("certificates", paths, lambda: _certificates(cert, key, ca))
 
 
-def _certificates(cert: Path, key: Path, ca: Path | None) -> Any:
+def _certificates(cert: Path, key: Path, ca: Path | None) -> grpc.ServerCredentials:
     chain, private = _read("--tls-cert", cert), _read("--tls-key", key, secret=True)
     roots = None if ca is None else _read("--tls-client-ca", ca)
     _check_certificates("--tls-cert", cert, chain)
@@ -120,7 +117,7 @@ def _certificates(cert: Path, key: Path, ca: Path | None) -> Any:
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
             raise AccessError(f"--tls-key: {key} is not the key of the (first) certificate in {cert}") from None
         raise AccessError(f"--tls-key: {key} holds no private key in PEM without a passphrase") from None
-    return grpc.ssl_server_certificate_configuration([(private, chain)], roots)
+    return grpc.ssl_server_credentials([(private, chain)], roots, require_client_auth=ca is not None)
 
 
 def _check_certificates(flag: str, path: Path, data: bytes) -> None:
@@ -147,7 +144,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
     def __init__(self, path: Path, servicer: TokenizerServicer) -> None:
         self._servicer = servicer
-        self._tokens = _Files("tokens", [path], lambda: _tokens(path))
+        self._tokens = Files("tokens", [path], lambda: _tokens(path))
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails

@@ -34,6 +34,13 @@ _LONGEST_NAME = 256
 # Whoever reaches the server may watch: less than _OTHER_CALLS, that they are in nobody's way.
 _MAX_WATCHES = 128
 
+# How often the files of certificates are looked at.
+_LOOK_SECONDS = 1.0
+# With mutual TLS, how long a client may come back by what was agreed upon with its certificate, without showing it.
+_SESSION_SECONDS = 3600.0
+# How long calls may go on that have begun under other certificates.
+_FORMER_SECONDS = 3600.0
+
 # How long answers that have been given may take to leave.
 _HANG_UP_SECONDS = 1.0
 
@@ -66,8 +73,8 @@ def _options(config: ServeConfig, max_connections: int, max_message_bytes: int) 
         ("grpc.max_connection_idle_ms", milliseconds(config.max_connection_idle_seconds)),
         # No compression: neither sound nor codes shrink, but a few bytes can grow to the largest message.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # With it two servers on one port share its connections, without a word.
-        ("grpc.so_reuseport", 0),
+        # With it two servers on one port share its connections, without a word: it is for those of one process.
+        ("grpc.so_reuseport", int(config.tls_cert is not None)),
         # Let clients notice a dead connection within a minute without being sent away for asking.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -153,7 +160,7 @@ class Server:
         self._health_address = (
             addresses.parse_port(config.health_address, "health") if config.health_address is not None else None
         )
-        self._credentials = access.server_credentials(config)
+        self._certificates = access.certificates(config)
         self._exit_status = EXIT_OK
         self._stopping = asyncio.Event()
         self._metrics = metrics = Metrics(versions())
@@ -169,27 +176,34 @@ class Server:
         metrics.watch("queue_limit_frames", "Code frames that may.", lambda: scheduler.max_queued_frames)
         metrics.watch("device_memory_bytes", "Memory of the device that the process holds.", scheduler.memory_used)
         metrics.watch("device_memory_limit_bytes", "Memory of the device that it may use.", scheduler.memory_limit)
-        interceptors: list[grpc.aio.ServerInterceptor] = []
+        self._interceptors: list[grpc.aio.ServerInterceptor] = []
         traced: Callable[..., None] | None = None
         if config.trace:
             from . import tracing
 
             self._tracing = tracing.Tracing(versions())
-            interceptors += self._tracing.interceptors()
+            self._interceptors += self._tracing.interceptors()
             traced = tracing.ended
         self._servicer = TokenizerServicer(self._scheduler, config, metrics, traced)
         if config.token_file is not None:
-            interceptors.append(access.TokenCheck(config.token_file, self._servicer))
+            self._interceptors.append(access.TokenCheck(config.token_file, self._servicer))
+        self._grpc = self._made()
+        # Those with other certificates, while calls are in flight on them.
+        self._former: set[Any] = set()
+
+    def _made(self) -> Any:
+        config = self._config
         # The service refuses calls over its own limit, with words and a status of its own; this one keeps what a flood
         # of them may hold in memory bounded. Health checks count here, and have room above it.
-        self._grpc = grpc.aio.server(
+        server = grpc.aio.server(
             options=_options(config, config.max_connections, config.max_message_bytes),
-            interceptors=interceptors,
+            interceptors=self._interceptors,
             maximum_concurrent_rpcs=2 * config.max_concurrent_calls + _OTHER_CALLS,
         )
-        self._grpc.add_generic_rpc_handlers((generic_handler(self._servicer),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        server.add_generic_rpc_handlers((generic_handler(self._servicer),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return server
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT.
@@ -212,8 +226,36 @@ class Server:
             async with self._health_port():
                 return await self._run()
 
+    async def _renew(self, certificates: access.Files[grpc.ServerCredentials]) -> None:
+        """Go over to another listener on the same port when the certificates have changed.
+
+        gRPC can be given others while it runs, but then a handshake may use what another has just freed. With mutual
+        TLS also every so often: with the listener end the sessions that clients could come back by.
+        """
+        config = self._config
+        used, since = certificates.get(), asyncio.get_running_loop().time()
+        longest = min(config.max_connection_age_seconds or _SESSION_SECONDS, _SESSION_SECONDS)
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            latest, now = certificates.get(), asyncio.get_running_loop().time()
+            if latest is used and (config.tls_client_ca is None or now - since < longest):
+                continue
+            used, since = latest, now
+            server = self._made()
+            try:
+                server.add_secure_port(self._address.target, latest)
+            except RuntimeError as error:
+                log(logging.WARNING, "cannot listen with the new certificates; the old go on", error=str(error))
+                continue
+            former, self._grpc = self._grpc, server
+            self._former.add(former)
+            await server.start()
+            leaving = asyncio.ensure_future(former.stop(_FORMER_SECONDS))
+            leaving.add_done_callback(lambda _, former=former: self._former.discard(former))
+
     async def _run(self) -> int:
         await self._bind()
+        renewing = asyncio.ensure_future(self._renew(self._certificates)) if self._certificates else None
         try:
             loading = asyncio.ensure_future(self._scheduler.start())
             stopping = asyncio.ensure_future(self._stopping.wait())
@@ -226,6 +268,8 @@ class Server:
                 log(logging.INFO, "serving", address=self._address.target, pid=os.getpid())
             await stopping
         finally:
+            if renewing is not None:
+                renewing.cancel()
             await self._shut_down()
         return self._exit_status
 
@@ -250,8 +294,9 @@ class Server:
     async def _bind(self) -> None:
         """Listen. Until the model is loaded, calls are answered with UNAVAILABLE and health with NOT_SERVING."""
         config = self._config
-        self._address = await _started(self._grpc, self._address, config.socket_mode, self._credentials)
-        tls = "none" if self._credentials is None else "server" if config.tls_client_ca is None else "mutual"
+        credentials = self._certificates.get() if self._certificates else None
+        self._address = await _started(self._grpc, self._address, config.socket_mode, credentials)
+        tls = "none" if credentials is None else "server" if config.tls_client_ca is None else "mutual"
         address = self._address.target
         if not self._address.is_loopback:
             if tls != "mutual" and config.token_file is None:
@@ -272,9 +317,10 @@ class Server:
         # Clients are told at once (GOAWAY) to make their next call on another connection: to a successor, which may be
         # there long before the last call has finished here. To one that was on its way gRPC answers CANCELLED. It may
         # hang up on its last answers, so it has a moment left when the service has given them.
-        leaving = asyncio.ensure_future(self._grpc.stop(grace + _HANG_UP_SECONDS))
+        servers = [self._grpc, *self._former]
+        leaving = asyncio.gather(*(server.stop(grace + _HANG_UP_SECONDS) for server in servers))
         await self._servicer.drain(grace)
-        await self._grpc.stop(_HANG_UP_SECONDS)
+        await asyncio.gather(*(server.stop(_HANG_UP_SECONDS) for server in servers))
         await leaving
         # In a thread while the device comes to its end: it takes a second at most.
         flushing = asyncio.to_thread(self._tracing.close) if self._config.trace else asyncio.sleep(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
+import queue
 import socket
 import ssl
 import stat
@@ -77,6 +79,11 @@ class Site:
         self.put_pair(self.server)
         put(self.folder / "ca.pem", self.client_ca.cert_pem.bytes())
         put(self.folder / "tokens", f"# of the tests\n\n{TOKEN}\n")
+
+    def restored(self, server: ServerProcess) -> None:
+        """Put everything back, and wait for the server to use it."""
+        self.restore()
+        eventually(lambda: self.status(server) is Code.OK)
 
     def put_pair(self, pair: Pair) -> None:
         """Change the server's certificate."""
@@ -245,33 +252,69 @@ def test_clients_that_are_not_let_in(site: Site, guarded: ServerProcess, whose: 
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_sessions_are_not_resumed(site: Site, guarded: ServerProcess, version: ssl.TLSVersion) -> None:
+def test_sessions_end(site: Site, start: Callable[..., ServerProcess], version: ssl.TLSVersion) -> None:
     """Or a certificate that has expired would be good for as long as a session's ticket is."""
+    flags = (*site.mutual, "--max-connection-age-seconds", "1")
+    server = start(*flags, address="127.0.0.1:0").ready()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     site.server_ca.configure_trust(context)
     put(site.folder / "client.pem", site.client.key + site.client.chain)
     context.load_cert_chain(site.folder / "client.pem")
     context.set_alpn_protocols(["h2"])
     context.minimum_version = context.maximum_version = version
-    session = None
-    for _ in range(2):
+    session: ssl.SSLSession | None = None
+
+    def resumed() -> bool:
+        nonlocal session
         with (
-            socket.create_connection(tcp(guarded.address), PATIENCE) as raw,
+            socket.create_connection(tcp(server.address), PATIENCE) as raw,
             context.wrap_socket(raw, server_hostname="localhost", session=session) as connection,
         ):
             connection.sendall(PREFACE + SETTINGS)
             assert connection.recv(1000)  # the ticket comes with it
-            assert not connection.session_reused
-            session = connection.session
-            assert session is not None
+            session = session or connection.session
+            return bool(connection.session_reused)
+
+    assert not resumed()
+    assert session is not None
+    eventually(lambda: not resumed())
+
+
+def test_handshakes_at_a_time_while_certificates_change(site: Site, start: Callable[..., ServerProcess]) -> None:
+    """What one handshake has let go of must not be what another has just begun to use."""
+    server = start(*site.mutual, address="127.0.0.1:0").ready()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    put(site.folder / "client.pem", site.client.key + site.client.chain)
+    context.load_cert_chain(site.folder / "client.pem")
+    context.set_alpn_protocols(["h2"])
+    done = threading.Event()
+
+    def connect() -> int:
+        count = 0
+        while not done.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(tcp(server.address), PATIENCE) as raw:
+                context.wrap_socket(raw).close()
+                count += 1
+        return count
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        counts = [pool.submit(connect) for _ in range(16)]
+        for number in range(1, 5):
+            put(site.folder / "ca.pem", site.client_ca.cert_pem.bytes() + b"# another\n" * number)
+            eventually(lambda number=number: server.log.count("certificates read anew") == number)
+        done.set()
+        assert sum(count.result() for count in counts) > 100
+    assert site.status(server) is Code.OK
+    assert server.stop() == 0, server.log
+    assert server.complaints() == []
 
 
 def test_servers_that_a_client_refuses(site: Site, guarded: ServerProcess) -> None:
     assert site.status(guarded, roots=site.foreign_ca) is Code.UNAVAILABLE
     site.put_pair(issue(site.server_ca, expired=True))
-    assert site.status(guarded) is Code.UNAVAILABLE
-    site.restore()
-    assert site.status(guarded) is Code.OK
+    eventually(lambda: site.status(guarded) is Code.UNAVAILABLE)
+    site.restored(guarded)
 
 
 def test_plain_text_is_not_answered(site: Site, guarded: ServerProcess) -> None:
@@ -281,23 +324,31 @@ def test_plain_text_is_not_answered(site: Site, guarded: ServerProcess) -> None:
 
 
 def test_a_new_certificate_and_a_new_ca(site: Site, guarded: ServerProcess) -> None:
+    messages: queue.SimpleQueue[pb.EncodeStreamRequest | None] = queue.SimpleQueue()
+    opening = pb.EncodeStreamOpen(sample_rate=24_000, channels=1, format=pb.SAMPLE_FORMAT_FLOAT32)
+    messages.put(pb.EncodeStreamRequest(open=opening))
     with site.channel(guarded) as old:
-        assert status_of(old) is Code.OK
+        stub = tokenizer_pb2_grpc.AudioTokenizerStub(old)
+        in_flight = stub.EncodeStream(iter(messages.get, None), timeout=PATIENCE, metadata=bearer(TOKEN))
+        eventually(lambda: value(guarded, "requests_in_progress", method="EncodeStream") == 1)
         site.put_pair(issue(site.foreign_ca))
         eventually(lambda: site.status(guarded, roots=site.foreign_ca) is Code.OK)
+        guarded.wait_for("certificates read anew")
         assert site.status(guarded) is Code.UNAVAILABLE
         put(site.folder / "ca.pem", site.foreign_ca.cert_pem.bytes())
+        new = issue(site.foreign_ca)
+        eventually(lambda: site.status(guarded, roots=site.foreign_ca, client=new) is Code.OK)
         assert site.status(guarded, roots=site.foreign_ca) is Code.UNAVAILABLE
-        assert site.status(guarded, roots=site.foreign_ca, client=issue(site.foreign_ca)) is Code.OK
-        # A connection that there is stays.
-        assert status_of(old) is Code.OK
-    guarded.wait_for("certificates read anew")
+        # What has begun before goes on to its end.
+        messages.put(pb.EncodeStreamRequest(pcm=bytes(4 * 24_000)))
+        messages.put(None)
+        assert sum(message.codes.frames for message in in_flight) == 26
+    site.restored(guarded)
 
 
 @pytest.mark.parametrize("fault", ["half", "empty", "gone", "other key", "no CA"])
 def test_new_files_that_are_no_good_leave_the_old(site: Site, guarded: ServerProcess, fault: str) -> None:
     new = issue(site.foreign_ca)
-    assert site.status(guarded) is Code.OK  # files are looked at when somebody connects
     before = guarded.log.count("certificates changed and cannot be used")
     if fault == "half":
         put(site.folder / "cert.pem", new.chain[: len(new.chain) // 2])
@@ -309,14 +360,14 @@ def test_new_files_that_are_no_good_leave_the_old(site: Site, guarded: ServerPro
         put(site.folder / "cert.pem", new.chain)
     else:
         put(site.folder / "ca.pem", b"garbage")
-    for _ in range(3):
-        assert site.status(guarded) is Code.OK
-        assert site.status(guarded, client=NO_CERTIFICATE) is Code.UNAVAILABLE
     eventually(lambda: guarded.log.count("certificates changed and cannot be used; the old go on") == before + 1)
+    assert site.status(guarded) is Code.OK
+    assert site.status(guarded, client=NO_CERTIFICATE) is Code.UNAVAILABLE
     # And whole ones are taken again.
     put(site.folder / "ca.pem", site.client_ca.cert_pem.bytes())
     site.put_pair(new)
-    assert site.status(guarded, roots=site.foreign_ca) is Code.OK
+    eventually(lambda: site.status(guarded, roots=site.foreign_ca) is Code.OK)
+    site.restored(guarded)
 
 
 # ---------------------------------------------------------------- tokens
@@ -769,7 +820,7 @@ def test_certificates_that_are_no_good(
         tls_cert=site.folder / "cert.pem", tls_key=site.folder / "key.pem", tls_client_ca=site.folder / "ca.pem"
     )
     with pytest.raises(access.AccessError) as refused:
-        access.server_credentials(config)
+        access.certificates(config)
     for text in (*texts, str(path)):
         assert text in str(refused.value)
 
@@ -779,7 +830,7 @@ def test_text_around_certificates_may_be_in_any_language(site: Site) -> None:
     config = ServeConfig(
         tls_cert=site.folder / "cert.pem", tls_key=site.folder / "key.pem", tls_client_ca=site.folder / "ca.pem"
     )
-    assert access.server_credentials(config) is not None
+    assert access.certificates(config) is not None
 
 
 def test_a_server_with_another_certificates_key_does_not_start(site: Site) -> None:

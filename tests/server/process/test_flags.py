@@ -62,6 +62,7 @@ VALUES: dict[str, tuple[str, str, Any]] = {
     "--max-queued-frames": ("999", "max_queued_frames", 999),
     "--max-concurrent-calls": ("5", "max_concurrent_calls", 5),
     "--max-batch-frames": ("77", "max_batch_frames", 77),
+    "--max-graph-frames": ("256", "max_graph_frames", 256),
     "--device-memory-limit": ("3GiB", "device_memory_limit", "3GiB"),
     "--batch-invariant": ("true", "batch_invariant", True),
     "--metrics-address": ("127.0.0.1:9100", "metrics_address", "127.0.0.1:9100"),
