@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -163,6 +163,8 @@ class Server:
         self._certificates = access.certificates(config)
         self._exit_status = EXIT_OK
         self._stopping = asyncio.Event()
+        # The ports beside the service's own.
+        self._beside = AsyncExitStack()
         self._metrics = metrics = Metrics(versions())
         self._scheduler = scheduler = Scheduler(
             lambda: Engine(config, metrics.graph),
@@ -219,12 +221,14 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        with ExitStack() as stack:
+        async with self._beside:
             if self._config.metrics_address is not None:
-                where = stack.enter_context(exposed(self._metrics, self._config.metrics_address))
-                log(logging.INFO, "metrics", address=where)
-            async with self._health_port():
-                return await self._run()
+                metrics = exposed(self._metrics, self._config.metrics_address)
+                log(logging.INFO, "metrics", address=metrics.__enter__())
+                # It takes half a second, in which calls are to go on.
+                self._beside.push_async_callback(asyncio.to_thread, metrics.__exit__, None, None, None)
+            await self._beside.enter_async_context(self._health_port())
+            return await self._run()
 
     async def _renew(self, certificates: access.Files[grpc.ServerCredentials]) -> None:
         """Go over to another listener on the same port when the certificates have changed.
@@ -318,7 +322,10 @@ class Server:
         # there long before the last call has finished here. To one that was on its way gRPC answers CANCELLED. It may
         # hang up on its last answers, so it has a moment left when the service has given them.
         servers = [self._grpc, *self._former]
-        leaving = asyncio.gather(*(server.stop(grace + _HANG_UP_SECONDS) for server in servers))
+        leaving = asyncio.gather(
+            *(server.stop(grace + _HANG_UP_SECONDS) for server in servers),
+            self._beside.aclose(),  # a successor wants these ports, too
+        )
         await self._servicer.drain(grace)
         await asyncio.gather(*(server.stop(_HANG_UP_SECONDS) for server in servers))
         await leaving

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import os
 import queue
+import signal
 import socket
 import ssl
 import stat
@@ -23,7 +24,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from process_harness import PATIENCE, ServerProcess, eventually, random_codes, run_command
+from process_harness import PATIENCE, ServerProcess, eventually, free_port, random_codes, run_command
 from test_metrics import metrics_url, read, value
 
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
@@ -553,10 +554,12 @@ def test_the_health_port(guarded: ServerProcess) -> None:
         assert refused.value.code() is Code.RESOURCE_EXHAUSTED
 
 
-def test_the_health_port_until_the_end(start: Callable[..., ServerProcess], channel: Any) -> None:
-    """It says that the server drains for as long as that takes, and holds up nothing."""
-    server = start("--health-address", "127.0.0.1:0", "--grace-seconds", "30").ready()
-    address = server.wait_for(" health ").rpartition("address=")[2]
+def test_all_ports_are_a_successors_while_the_last_calls_finish(
+    start: Callable[..., ServerProcess], channel: Any
+) -> None:
+    flags = ("--grace-seconds", "30", "--health-address", f"127.0.0.1:{free_port()}")
+    flags += ("--metrics-address", f"127.0.0.1:{free_port()}")
+    server = start(*flags, address=f"127.0.0.1:{free_port()}").ready()
     goes_on = threading.Event()
 
     def requests() -> Iterator[pb.EncodeStreamRequest]:
@@ -566,18 +569,20 @@ def test_the_health_port_until_the_end(start: Callable[..., ServerProcess], chan
         yield pb.EncodeStreamRequest(pcm=bytes(4 * 24_000))
 
     stream = tokenizer_pb2_grpc.AudioTokenizerStub(channel(server.address)).EncodeStream(requests(), timeout=PATIENCE)
-    stub = health_pb2_grpc.HealthStub(channel(address))
-    assert stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE).status == SERVING
-    server.signal(15)
-    server.wait_for("stopping")
-    not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
-    eventually(lambda: stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE).status == not_serving)
+    eventually(lambda: value(server, "requests_in_progress", method="EncodeStream") == 1)
+    watch = health_pb2_grpc.HealthStub(channel(flags[3])).Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
+    assert next(watch).status == SERVING
+    server.signal(signal.SIGTERM)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    successor = start(*flags, address=server.asked).ready()
+    assert value(successor, "ready") == 1
     assert server.process.poll() is None
     goes_on.set()
-    with contextlib.suppress(grpc.RpcError):  # its last answer may be lost to the end
-        list(stream)
+    assert sum(message.codes.frames for message in stream) == 26
     assert server.wait() == 0
     assert server.complaints() == []
+    stub = health_pb2_grpc.HealthStub(channel(flags[3]))
+    assert stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE).status == SERVING
 
 
 # ---------------------------------------------------------------- connections
