@@ -95,7 +95,7 @@ class TooLarge(TokenizerError):
 
 
 class Overloaded(TokenizerError):
-    """The server's queue stayed full; the same call may succeed after `detail.retry_after` seconds."""
+    """The server stayed as busy as it may be; the same call may succeed later, after `detail.retry_after` if given."""
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -182,6 +182,9 @@ def named_in_batch(error: _ErrorT, item: int, items: int) -> _ErrorT:
 # no server says so.
 _BROKEN_CALL = "Internal error from Core"
 
+# What gRPC itself says in a server that has as many calls as it takes (maximum_concurrent_rpcs).
+_TOO_MANY_CALLS = "Concurrent RPC limit exceeded!"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -212,6 +215,8 @@ class Failure:
                 continue
         if code is grpc.StatusCode.INTERNAL and message == _BROKEN_CALL and detail is None:
             return cls(ServiceUnavailable("the connection broke during the call", code=grpc.StatusCode.UNAVAILABLE))
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and message == _TOO_MANY_CALLS and detail is None:
+            return cls(Overloaded("the server has as many calls at a time as it takes"))
         return cls(error_for(code, message or "", detail), tuple(items))
 
     def of_items(self, items: Sequence[int]) -> list[TokenizerError]:

@@ -108,6 +108,7 @@ class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
         fingerprint: str = "model-a",
         model: Any = None,
         tls: grpc.ServerCredentials | None = None,
+        maximum_concurrent_rpcs: int | None = None,
         **limits: Any,
     ) -> None:
         self.calls: list[Seen] = []
@@ -126,6 +127,7 @@ class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
                 ("grpc.max_send_message_length", size),
                 ("grpc.so_reuseport", 0),
             ],
+            maximum_concurrent_rpcs=maximum_concurrent_rpcs,
         )
         tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(self, self._server)
         self.health = Health()

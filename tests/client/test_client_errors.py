@@ -121,3 +121,15 @@ def test_a_call_that_grpc_gave_up_is_a_broken_connection() -> None:
     for message, trailers in (("another", ()), ("Internal error from Core", [("mimo-error-detail-bin", detail)])):
         fault = Failure.from_status(grpc.StatusCode.INTERNAL, message, trailers).error
         assert isinstance(fault, library.ServerFault)
+
+
+def test_too_many_calls_are_no_word_on_the_size_of_one() -> None:
+    """What the service itself says of a call counts, whatever its sentence."""
+    busy = "Concurrent RPC limit exceeded!"
+    detail = pb.ErrorDetail(reason=pb.ErrorDetail.REASON_TOO_LARGE).SerializeToString()
+    for message, trailers, kind in (
+        (busy, (), library.Overloaded),
+        ("another", (), library.TooLarge),
+        (busy, [("mimo-error-detail-bin", detail)], library.TooLarge),
+    ):
+        assert type(Failure.from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, message, trailers).error) is kind

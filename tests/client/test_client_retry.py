@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from mimo_tokenizer_client import (
     Overloaded,
     ServerFault,
     ServiceUnavailable,
+    TokenizerClient,
     TokenizerError,
     TooLarge,
 )
@@ -197,6 +199,31 @@ def test_a_full_queue_until_the_deadline(serve: Factory, connect: Factory, fake:
     assert error.value.code is STATUS.RESOURCE_EXHAUSTED
     assert error.value.detail.retry_after == pytest.approx(0.2)
     assert 2 <= len(server.seen("Decode")) <= 8
+
+
+def test_a_server_with_as_many_calls_as_it_takes(
+    serve: Factory, connect: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them are refused by gRPC itself, without a word of ours."""
+    # Waits of 0.1, 0.2, 0.4, 0.8 and 1 s: the last attempt within 2.4 s has 0.9 s for its answer, not next to nothing.
+    monkeypatch.setattr("random.uniform", lambda least, most: most)
+    server = serve(maximum_concurrent_rpcs=1)
+    begun, release = threading.Event(), threading.Event()
+    server.script("DecodeVq", lambda context: (begun.set(), release.wait(60)))
+    client = connect(server.address)
+    client.info()
+    with TokenizerClient(server.address) as other, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(other.decode_vq, CODES)
+        try:
+            assert begun.wait(30)
+            with pytest.raises(Overloaded, match=r"^the server has as many calls at a time as it takes$") as error:
+                client.decode(CODES, timeout=2.4)
+            assert error.value.code is STATUS.RESOURCE_EXHAUSTED
+            threading.Timer(0.5, release.set).start()
+            client.decode(CODES)
+        finally:
+            release.set()
+        first.result(timeout=30)
 
 
 def test_an_estimate_beyond_the_deadline_ends_the_call_at_once(
