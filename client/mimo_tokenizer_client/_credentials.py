@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 import logging
 import os
 import re
@@ -37,6 +39,7 @@ class Credentials:
         tls_client_key: PEM file of its private key, not encrypted.
         tls_server_name: The name that the server's certificate must have, if it is not the address's host.
         token_file: File of the token that goes with every call; its first line that is neither empty nor begins with #.
+            Without TLS it travels in the clear; that has a warning, but for a Unix socket and loopback.
     """
 
     tls_ca: FilePath | None = None
@@ -89,6 +92,8 @@ class Authenticator:
         self._token: _Current[tuple[tuple[str, str], ...]] | None = None
         if self._token_file:
             self._token = _Current([self._token_file], self._load_token)
+            if not self._ca and not _is_local(address):
+                _warn_of_clear_token(address, self._token_file)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Return what a channel is to be made with, the same object until a file changes; None: no TLS."""
@@ -243,6 +248,27 @@ class _Current(Generic[_T]):
 
     def _look(self) -> list[Any]:
         return [_version(file) for file in self._files]
+
+
+def _is_local(address: str) -> bool:
+    """Whether what is sent there does not leave this machine."""
+    host = address.rpartition(":")[0].strip("[]")
+    if address.startswith("unix:") or host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@functools.lru_cache  # a process may make many clients, one after the other, too
+def _warn_of_clear_token(address: str, token_file: str) -> None:
+    _log.warning(
+        "the token in %s travels in the clear to %s: whoever sees the traffic can use it; TLS (tls_ca, or %s) hides it",
+        token_file,
+        address,
+        variable("tls_ca"),
+    )
 
 
 def _version(file: str) -> tuple[int, ...] | None:

@@ -201,6 +201,30 @@ def credentials_of(token_file: Path) -> Credentials:
     return Credentials(token_file=token_file)
 
 
+def test_a_token_that_travels_in_the_clear(
+    connect: Factory, authority: Authority, token_file: Path, socket_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = Credentials(token_file=token_file)
+    for address in (f"unix:{socket_path}", ":1", "localhost:1", "LOCALHOST:1", "127.0.0.2:1", "[::1]:1"):
+        connect(address, credentials=given)
+    for address in ("tokenizer.test:1", "192.0.2.1:1"):
+        connect(address)
+        connect(address, credentials=Credentials(tls_ca=authority.file, token_file=token_file))
+    assert not caplog.records
+    addresses = ["tokenizer.test:1", "localhost.test:1", "192.0.2.1:1", "[2001:db8::1]:1", "0.0.0.0:1"]
+    for address in addresses * 2:
+        connect(address, credentials=given)
+    assert [(record.name, record.levelname, record.message) for record in caplog.records] == [
+        (
+            "mimo_tokenizer_client",
+            "WARNING",
+            f"the token in {token_file} travels in the clear to {address}: whoever sees the traffic can use it; TLS"
+            " (tls_ca, or MIMO_AUDIO_TOKENIZER_TLS_CA) hides it",
+        )
+        for address in addresses
+    ]
+
+
 # ---------------------------------------------------------------- settings
 
 
