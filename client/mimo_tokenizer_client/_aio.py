@@ -156,11 +156,24 @@ class AsyncTokenizerClient:
         return await self._run(self._core.info(timeout))
 
     async def health(self, *, timeout: float | None = None) -> bool:
-        """Tell whether the server is there and serving; one look, of 5 s at most unless told otherwise."""
+        """Tell whether the server is there and serving; one look, of 5 s at most unless told otherwise.
+
+        Raises:
+            AuthenticationFailed: The server does not take our token or certificate, or its own is not trusted; all else
+                is an answer.
+        """
         return await self._run(self._core.health(timeout))
 
     async def wait_until_ready(self, timeout: float) -> None:
-        """Return as soon as the server is serving; raise `ServiceUnavailable` after `timeout` seconds."""
+        """Return as soon as the server is serving.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Raises:
+            ServiceUnavailable: It is not, in that time.
+            AuthenticationFailed: The server does not take our token or certificate, or its own is not trusted.
+        """
         await self._run(self._core.wait_until_ready(timeout))
 
     async def close(self) -> None:

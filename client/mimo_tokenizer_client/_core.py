@@ -599,9 +599,7 @@ class Core:
 
     def _attempt(self, call: _Call, rpc: Rpc, request: Callable[[], Any], timeout: float) -> Plan[list[Any] | Failure]:
         """Send one RPC once, and return the answer's messages or the failure."""
-        # Health is for everybody, and may be asked for at an address in plain text.
-        token = () if rpc is Rpc.HEALTH else self.authenticator.metadata()
-        metadata = (("x-request-id", call.request_id), ("x-client", self._name), *token)
+        metadata = (("x-request-id", call.request_id), ("x-client", self._name), *self.authenticator.metadata())
         reply = yield Attempt(rpc, request, timeout, metadata)
         assert reply is not None
         return self.authenticator.explained(reply) if isinstance(reply, Failure) else reply

@@ -227,7 +227,8 @@ class TokenizerClient:
         """Tell whether the server is there and serving; one look, of 5 s at most unless told otherwise.
 
         Raises:
-            AuthenticationFailed: A certificate is not trusted, by this side or the other; all else is an answer.
+            AuthenticationFailed: The server does not take our token or certificate, or its own is not trusted; all else
+                is an answer.
         """
         return self._run(self._core.health(timeout))
 
@@ -239,7 +240,7 @@ class TokenizerClient:
 
         Raises:
             ServiceUnavailable: It is not, in that time.
-            AuthenticationFailed: A certificate is not trusted, by this side or the other.
+            AuthenticationFailed: The server does not take our token or certificate, or its own is not trusted.
         """
         self._run(self._core.wait_until_ready(timeout))
 

@@ -78,14 +78,16 @@ class BadItem(Exception):
 
 
 class Health(health.HealthServicer):
-    """The real one; keeps the metadata that it was asked with."""
+    """The real one, for those who are let in; keeps the metadata that it was asked with."""
 
-    def __init__(self) -> None:
+    def __init__(self, let_in: Behaviour) -> None:
         super().__init__()
         self.metadata: list[dict[str, Any]] = []
+        self._let_in = let_in
 
     def Check(self, request: Any, context: Any) -> Any:
         self.metadata.append(dict(context.invocation_metadata()))
+        self._let_in(context)
         return super().Check(request, context)
 
 
@@ -130,7 +132,7 @@ class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             maximum_concurrent_rpcs=maximum_concurrent_rpcs,
         )
         tokenizer_pb2_grpc.add_AudioTokenizerServicer_to_server(self, self._server)
-        self.health = Health()
+        self.health = Health(self._let_in)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         port = self._server.add_secure_port(address, tls) if tls else self._server.add_insecure_port(address)
         self.address = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
@@ -219,14 +221,18 @@ class FakeServer(tokenizer_pb2_grpc.AudioTokenizerServicer):
             self.calls.append(Seen(rpc, request, metadata, context.time_remaining(), name.decode()))
             script = self._scripts.get(rpc)
             behaviour = script.pop(0) if script else None
-        if self.tokens and metadata.get("authorization", "").removeprefix("Bearer ") not in self.tokens:
-            fail(context, grpc.StatusCode.UNAUTHENTICATED, "the token is unknown", request_id="7")
+        self._let_in(context)
         if behaviour is not None:
             behaviour(context)
         if expected not in ("", self.fingerprint):
             fail(
                 context, grpc.StatusCode.FAILED_PRECONDITION, "another model", reason=pb.ErrorDetail.REASON_WRONG_MODEL
             )
+
+    def _let_in(self, context: Any) -> None:
+        token = dict(context.invocation_metadata()).get("authorization", "").removeprefix("Bearer ")
+        if self.tokens and token not in self.tokens:
+            fail(context, grpc.StatusCode.UNAUTHENTICATED, "the token is unknown", request_id="7")
 
     def _items(self, items: Any, context: Any, answer: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
         answers: list[tuple[Any, Any]] = []

@@ -116,7 +116,7 @@ def replace(file: str | Path, content: bytes | str | Path) -> None:
 # ---------------------------------------------------------------- tokens
 
 
-def test_the_token_goes_with_every_call_but_health(serve: Factory, connect: Factory, token_file: Path) -> None:
+def test_the_token_goes_with_every_call(serve: Factory, connect: Factory, token_file: Path) -> None:
     server = serve(max_message_bytes=16 << 10)
     server.tokens = {TOKEN}
     token_file.write_text(f"# of this week\n\n  {TOKEN} \r\nan-older-one\n")
@@ -132,7 +132,7 @@ def test_the_token_goes_with_every_call_but_health(serve: Factory, connect: Fact
         "GetInfo", "Encode", "EncodeStream", "Decode", "DecodeLong", "DecodeVq"
     }  # fmt: skip
     assert {call.metadata["authorization"] for call in server.calls} == {f"Bearer {TOKEN}"}
-    assert [asked.get("authorization") for asked in server.health.metadata] == [None, None]
+    assert [asked.get("authorization") for asked in server.health.metadata] == [f"Bearer {TOKEN}"] * 2
 
 
 def test_without_a_token_none_is_sent(serve: Factory, connect: Factory) -> None:
@@ -159,6 +159,23 @@ def test_a_token_that_is_not_taken(serve: Factory, connect: Factory, token_file:
     errors = client.decode_batch([CODES] * 3, return_errors=True)
     assert [type(one) for one in errors] == [AuthenticationFailed] * 3
     assert len(server.calls) == 2
+
+
+def test_health_needs_the_token_too(serve: Factory, connect: Factory, token_file: Path) -> None:
+    server = serve()
+    server.tokens = {"another"}
+    wants = "wants a token (token_file, or MIMO_AUDIO_TOKENIZER_TOKEN_FILE)"
+    for credentials, problem in (
+        (None, wants),
+        (Credentials(token_file=token_file), f"does not take the token in {token_file}"),
+    ):
+        client = connect(server.address, credentials=credentials)
+        for ask in (client.health, lambda client=client: client.wait_until_ready(60)):
+            with pytest.raises(AuthenticationFailed) as error:
+                ask()
+            assert str(error.value) == f"the tokenizer service at {server.address} {problem}: the token is unknown"
+    assert len(server.health.metadata) == 4, "who is not let in does not wait"
+    replace(token_file, "another")
     assert client.health()
 
 
