@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command, or say what it lacks."""
+    if sys.argv[1:2] == ["serve"]:
+        # Until the server has handlers of its own, seconds later. The first process of a container is otherwise not
+        # ended by a signal, and an interrupt here would leave a traceback.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: os._exit(0))
     # Or gRPC's library writes a line of its own for each handshake that fails, whoever it was that tried.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:

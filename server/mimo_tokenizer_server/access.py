@@ -23,11 +23,10 @@ from .telemetry import log
 
 T = TypeVar("T")
 
-# Probes cannot send tokens.
-_WITHOUT_TOKEN = "/grpc.health.v1.Health/"
 _OWN_METHODS = {f"/{SERVICE.full_name}/{method.name}": method.name for method in SERVICE.methods}
 
 _MIN_TOKEN = 16
+_MAX_FILE_BYTES = 1 << 20
 
 
 class AccessError(ValueError):
@@ -81,10 +80,17 @@ class Files(Generic[T]):
 
 def _read(flag: str, path: Path, *, secret: bool = False) -> bytes:
     try:
-        with path.open("rb") as file:
-            if secret and os.fstat(file.fileno()).st_mode & stat.S_IROTH:
+        # A pipe in the file's place must not be waited for.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise AccessError(f"{flag}: {path} is no regular file")
+            if secret and mode & stat.S_IROTH:
                 log(logging.WARNING, f"every user of this machine can read the file of {flag}", path=path)
-            return file.read()
+            data = file.read(_MAX_FILE_BYTES + 1)
+            if len(data) > _MAX_FILE_BYTES:
+                raise AccessError(f"{flag}: {path} is larger than {_MAX_FILE_BYTES >> 20} MiB")
+            return data
     except OSError as error:
         raise AccessError(f"{flag}: cannot read {path}: {error.strerror}") from None
 
@@ -132,7 +138,7 @@ def _check_certificates(flag: str, path: Path, data: bytes) -> None:
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls without one of the tokens in a file, before their requests are read; health needs none.
+    """Refuses calls without one of the tokens in a file, before their requests are read; those for health, too.
 
     Args:
         path: of the file.
@@ -151,8 +157,6 @@ class TokenCheck(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The call's handler, or one that refuses it."""
         method = handler_call_details.method
-        if method.startswith(_WITHOUT_TOKEN):
-            return await continuation(handler_call_details)
         sent = dict(handler_call_details.invocation_metadata).get("authorization")
         if sent is None:
             sentence = "the server takes calls with a token only: metadata `authorization: Bearer <token>`"

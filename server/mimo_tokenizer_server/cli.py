@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -81,6 +80,12 @@ def _octal(_context: click.Context, _parameter: click.Parameter, text: str) -> i
     if not 0 <= mode <= 0o777:
         raise click.BadParameter(f"{text!r} is no octal file mode, such as 660")
     return mode
+
+
+def _graph_frames(_context: click.Context, _parameter: click.Parameter, frames: int) -> int:
+    if 0 < frames < 128:
+        raise click.BadParameter(f"{frames} is neither 0 nor at least 128, up to which every batch is filled")
+    return frames
 
 
 class _Seconds(click.FloatRange):
@@ -179,8 +184,8 @@ def cli() -> None:
 @_option(
     "--token-file",
     type=_FILE,
-    help="Tokens, one a line (# comments), of which each call but health must carry one: metadata authorization: Bearer"
-    " TOKEN.",
+    help="Tokens, one a line (# comments), 16 characters or more, of which each call must carry one: metadata"
+    " authorization: Bearer TOKEN. Probes that cannot ask at --health-address.",
 )
 @_option(
     "--health-address",
@@ -199,8 +204,8 @@ def cli() -> None:
     "--max-connection-age-seconds",
     type=_Seconds(0, _DAY, min_open=True),
     default=None,
-    help="A connection is closed after this, when its calls have ended or --grace-seconds later; spreads clients over"
-    " servers and has them show their certificates again.  [default: never, for the sake of long calls]",
+    help="A connection is closed after this, when its calls have ended or an hour later; spreads clients over servers"
+    " and has them show their certificates again.  [default: never]",
 )
 @_option(
     "--max-streams-per-connection",
@@ -234,6 +239,7 @@ def cli() -> None:
     "--max-graph-frames",
     type=click.IntRange(0, 1024),
     default=512,
+    callback=_graph_frames,
     help="Code frames of a batch up to which CUDA graphs are recorded, for bfloat16 and float16: short batches are"
     " sooner done, and the start takes longer. 0: none.",
 )
@@ -274,9 +280,6 @@ def cli() -> None:
 @_option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of the log on standard error.")
 def serve(max_message_mib: int, model: str | None, **flags: Any) -> None:
     """Load the model on one device and serve it until SIGTERM."""
-    # Until the server has a handler of its own, seconds later: the first process of a container is otherwise not ended
-    # by a signal.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from .telemetry import configure_logging
 
     if model is None:

@@ -43,8 +43,7 @@ class ServeConfig:
         health_address: "host:port" where health alone is answered, without TLS and token; None for nowhere.
         max_connections: at a time.
         max_connection_idle_seconds: after which a connection without calls is closed.
-        max_connection_age_seconds: after which a connection is closed, with `grace_seconds` for its calls; None for
-            never.
+        max_connection_age_seconds: after which a connection is closed, when its calls have ended; None for never.
         max_streams_per_connection: calls at a time on one connection.
         max_message_bytes: of one message, request or answer.
         max_audio_seconds: longest recording; None for the model's own limit.

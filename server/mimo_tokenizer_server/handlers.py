@@ -18,10 +18,13 @@ from google.protobuf.message_factory import GetMessageClass
 from mimo_audio_tokenizer.v1 import tokenizer_pb2 as pb
 
 from . import messages
-from .errors import Reason, RequestError
-from .service import IDLE_SECONDS, TokenizerServicer, off_loop, within
+from .errors import Reason, RequestError, invalid
+from .service import GONE_SECONDS, IDLE_SECONDS, TokenizerServicer, off_loop, within
 
 T = TypeVar("T")
+
+# How long the largest message may take, one way or the other.
+TRANSIT_SECONDS = 120.0
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AudioTokenizer"]
 
@@ -37,12 +40,13 @@ def _handler(servicer: TokenizerServicer, method: Any) -> grpc.RpcMethodHandler[
     kind: type[Message] = GetMessageClass(method.input_type)
     call = getattr(servicer, method.name)
 
-    async def parsed(data: bytes, context: Any) -> Message:
+    async def parsed(stream: AsyncIterator[bytes], context: Any) -> tuple[Message, int]:
         refusal = servicer.full(method.name)
         if refusal is None:
             try:
                 with servicer.arriving():
-                    return await off_loop(len(data), messages.parse, kind, data)
+                    data = await only_message(stream, TRANSIT_SECONDS)
+                    return await off_loop(len(data), messages.parse, kind, data), len(data)
             except RequestError as error:
                 refusal = error.with_traceback(None)
         await servicer.refuse(method.name, refusal, context)
@@ -52,27 +56,42 @@ def _handler(servicer: TokenizerServicer, method: Any) -> grpc.RpcMethodHandler[
         async for data in stream:
             yield await off_loop(len(data), messages.parse, kind, data)
 
-    async def answer(data: bytes, context: Any) -> bytes:
-        size = len(data)
-        request = await parsed(data, context)
-        del data
+    async def answer(stream: AsyncIterator[bytes], context: Any) -> None:
+        request, size = await parsed(stream, context)
         response: bytes = await call(request, context, size)
-        return response
+        del request
+        try:
+            await within(TRANSIT_SECONDS, context.write(response))
+        except asyncio.TimeoutError:
+            sentence = f"the answer was not read for {TRANSIT_SECONDS:g} seconds"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence)
 
-    async def answer_in_stream(data: bytes, context: Any) -> None:
-        size = len(data)
-        request = await parsed(data, context)
-        del data
+    async def answer_in_stream(stream: AsyncIterator[bytes], context: Any) -> None:
+        request, size = await parsed(stream, context)
         await _write_all(call(request, context, size), context)
 
     async def answer_stream(stream: AsyncIterator[bytes], context: Any) -> None:
         await _write_all(call(each_parsed(stream), context), context)
 
-    if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_forgetful(answer_stream))
-    if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_forgetful(answer_in_stream))
-    return grpc.unary_unary_rpc_method_handler(_forgetful(answer))
+    asked = answer_in_stream if method.server_streaming else answer
+    # Of whatever kind the method is: for a request that is no stream gRPC itself would wait without end, and unseen.
+    return grpc.stream_stream_rpc_method_handler(_forgetful(answer_stream if method.client_streaming else asked))
+
+
+async def only_message(stream: AsyncIterator[bytes], seconds: float) -> bytes:
+    """The message of a call that has one.
+
+    Raises:
+        RequestError: it has none, or that is not there in time.
+    """
+    try:
+        data = await within(seconds, anext(aiter(stream), None))
+    except asyncio.TimeoutError:
+        raise RequestError(Reason.DEADLINE, f"the request did not arrive within {seconds:g} seconds") from None
+    if data is None:
+        await asyncio.sleep(GONE_SECONDS)  # where it is the client that has ended, the call is cancelled now
+        raise invalid("message", "absent", "one message")
+    return data
 
 
 async def _write_all(responses: AsyncGenerator[Message, None], context: Any) -> None:

@@ -7,38 +7,42 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from . import access, memory
 from . import address as addresses
 from .config import ServeConfig
 from .engine import Engine
-from .handlers import SERVICE, generic_handler
-from .messages import Limits
+from .errors import RequestError, invalid
+from .handlers import SERVICE, generic_handler, only_message
+from .messages import STATUS, Limits
 from .metrics import Metrics, exposed
 from .scheduler import Scheduler
-from .service import TokenizerServicer, versions
+from .service import TokenizerServicer, in_time, versions
 from .telemetry import log
 
 SERVICE_NAME = SERVICE.full_name
 
 # The empty name stands for the whole process.
 _HEALTH_NAMES = ("", SERVICE_NAME)
-_LONGEST_NAME = 256
-# Whoever reaches the server may watch: less than _OTHER_CALLS, that they are in nobody's way.
-_MAX_WATCHES = 128
+# Checks, and as many watches, at a time: in all less than _OTHER_CALLS, that they are in nobody's way.
+_MOST_HEALTH_CALLS = 100
+# How long its request may take.
+_HEALTH_SECONDS = 10.0
+_MOST_REFLECTIONS = 16
 
 # How often the files of certificates are looked at.
 _LOOK_SECONDS = 1.0
 # With mutual TLS, how long a client may come back by what was agreed upon with its certificate, without showing it.
 _SESSION_SECONDS = 3600.0
-# How long calls may go on that have begun under other certificates.
+# How long calls may go on whose connection has grown old, or has been made under other certificates.
 _FORMER_SECONDS = 3600.0
 
 # How long answers that have been given may take to leave.
@@ -83,22 +87,23 @@ def _options(config: ServeConfig, max_connections: int, max_message_bytes: int) 
     ]
     if config.max_connection_age_seconds is not None:
         options.append(("grpc.max_connection_age_ms", milliseconds(config.max_connection_age_seconds)))
-        options.append(("grpc.max_connection_age_grace_ms", milliseconds(config.grace_seconds)))
+        options.append(("grpc.max_connection_age_grace_ms", milliseconds(_FORMER_SECONDS)))
     return options
 
 
-class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class _Health:
     """`grpc.health.v1` of a process whose services have one status.
 
     Unlike grpcio-health-checking's servicer it ends the watches when the server drains: they never end of themselves,
-    and the server would wait for them until its grace is over.
+    and the server would wait for them until its grace is over. And it waits for no request for long, nor for many: a
+    probe has no token, so anybody may ask.
     """
 
     def __init__(self) -> None:
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._draining = False
         self._changed = asyncio.Event()
-        self._watches = 0
+        self._calls = {"Check": 0, "Watch": 0}
 
     @property
     def serving(self) -> bool:
@@ -114,34 +119,90 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def Check(self, request: Any, context: Any) -> Any:
-        """The status now."""
-        if request.service not in _HEALTH_NAMES:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service[:128]!r} here")
-        return health_pb2.HealthCheckResponse(status=self._status)
+    @property
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Its methods, for a server."""
+        methods = {"Check": self._handler("Check", self._check), "Watch": self._handler("Watch", self._watch)}
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """The status now, and each further one."""
-        if len(request.service) > _LONGEST_NAME:  # a watch has no end, and gRPC keeps its request until then
-            sentence = f"a service's name has at most {_LONGEST_NAME} characters"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
-        if self._watches >= _MAX_WATCHES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {_MAX_WATCHES} watches already")
-        known = request.service in _HEALTH_NAMES
-        told = None
-        self._watches += 1
+    def _handler(self, name: str, method: Callable[[str, Any], Awaitable[None]]) -> Any:
+        async def call(stream: Any, context: Any) -> None:
+            if self._calls[name] >= _MOST_HEALTH_CALLS:
+                sentence = f"{_MOST_HEALTH_CALLS} such calls are in progress already"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
+            self._calls[name] += 1
+            try:
+                await method(await self._service_of(stream), context)
+            except RequestError as error:
+                await context.abort(STATUS[error.reason], str(error))
+            finally:
+                self._calls[name] -= 1
+
+        return grpc.stream_stream_rpc_method_handler(call)
+
+    @staticmethod
+    async def _service_of(stream: Any) -> str:
+        """The service that a request asks about."""
+        data = await only_message(stream, _HEALTH_SECONDS)
+        if len(data) > _HEALTH_MESSAGE_BYTES:
+            raise invalid("message", f"{len(data)} bytes", f"at most {_HEALTH_MESSAGE_BYTES} bytes")
         try:
-            while True:
-                draining, changed = self._draining, self._changed
-                status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-                if status != told:
-                    yield health_pb2.HealthCheckResponse(status=status)
-                    told = status
-                if draining:
-                    return
-                await changed.wait()
-        finally:
-            self._watches -= 1
+            service: str = health_pb2.HealthCheckRequest.FromString(data).service
+        except DecodeError:
+            raise invalid("message", f"{len(data)} bytes", "a HealthCheckRequest") from None
+        return service
+
+    async def _check(self, service: str, context: Any) -> None:
+        """The status now."""
+        if service not in _HEALTH_NAMES:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {service[:128]!r} here")
+        await self._tell(self._status, context)
+
+    async def _watch(self, service: str, context: Any) -> None:
+        """The status now, and each further one."""
+        known = service in _HEALTH_NAMES
+        told = None
+        while True:
+            draining, changed = self._draining, self._changed
+            status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if status != told:
+                await self._tell(status, context)
+                told = status
+            if draining:
+                return
+            await changed.wait()
+
+    @staticmethod
+    async def _tell(status: Any, context: Any) -> None:
+        await context.write(health_pb2.HealthCheckResponse(status=status).SerializeToString())
+
+
+class _FewReflections(grpc.aio.ServerInterceptor):
+    """Keeps streams of grpc.reflection, whose servicer waits without end, few and none of them idle."""
+
+    def __init__(self) -> None:
+        self._open = 0
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """The call's handler, or the bounded one of a reflection."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/grpc.reflection."):
+            return handler
+
+        async def call(stream: AsyncIterator[Any], context: Any) -> None:
+            if self._open >= _MOST_REFLECTIONS:
+                sentence = f"{_MOST_REFLECTIONS} such calls are in progress already"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
+            self._open += 1
+            try:
+                async for response in handler.stream_stream(in_time(stream), context):
+                    await context.write(response)
+            except RequestError as error:
+                await context.abort(STATUS[error.reason], str(error))
+            finally:
+                self._open -= 1
+
+        return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
 
 
 class Server:
@@ -161,6 +222,7 @@ class Server:
             addresses.parse_port(config.health_address, "health") if config.health_address is not None else None
         )
         self._certificates = access.certificates(config)
+        self._max_connections = _allowed_connections(config.max_connections)
         self._exit_status = EXIT_OK
         self._stopping = asyncio.Event()
         # The ports beside the service's own.
@@ -178,17 +240,19 @@ class Server:
         metrics.watch("queue_limit_frames", "Code frames that may.", lambda: scheduler.max_queued_frames)
         metrics.watch("device_memory_bytes", "Memory of the device that the process holds.", scheduler.memory_used)
         metrics.watch("device_memory_limit_bytes", "Memory of the device that it may use.", scheduler.memory_limit)
-        self._interceptors: list[grpc.aio.ServerInterceptor] = []
+        interceptors: list[grpc.aio.ServerInterceptor] = []
         traced: Callable[..., None] | None = None
         if config.trace:
             from . import tracing
 
             self._tracing = tracing.Tracing(versions())
-            self._interceptors += self._tracing.interceptors()
+            interceptors += self._tracing.interceptors()
             traced = tracing.ended
         self._servicer = TokenizerServicer(self._scheduler, config, metrics, traced)
         if config.token_file is not None:
-            self._interceptors.append(access.TokenCheck(config.token_file, self._servicer))
+            # Before all else: strangers leave no spans.
+            interceptors.insert(0, access.TokenCheck(config.token_file, self._servicer))
+        self._interceptors = [*interceptors, _FewReflections()]
         self._grpc = self._made()
         # Those with other certificates, while calls are in flight on them.
         self._former: set[Any] = set()
@@ -198,12 +262,12 @@ class Server:
         # The service refuses calls over its own limit, with words and a status of its own; this one keeps what a flood
         # of them may hold in memory bounded. Health checks count here, and have room above it.
         server = grpc.aio.server(
-            options=_options(config, config.max_connections, config.max_message_bytes),
+            options=_options(config, self._max_connections, config.max_message_bytes),
             interceptors=self._interceptors,
             maximum_concurrent_rpcs=2 * config.max_concurrent_calls + _OTHER_CALLS,
         )
         server.add_generic_rpc_handlers((generic_handler(self._servicer),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        server.add_generic_rpc_handlers((self._health.handler,))
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 
@@ -217,7 +281,6 @@ class Server:
             AddressError, DeviceError, ConfigError, CheckpointError, QuantizeError, MemoryLimitError: the server cannot
                 start; the sentence says why.
         """
-        _allow_files(self._config.max_connections + _HEALTH_CONNECTIONS + _OTHER_FILES)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
@@ -287,7 +350,7 @@ class Server:
             options=_options(self._config, _HEALTH_CONNECTIONS, _HEALTH_MESSAGE_BYTES),
             maximum_concurrent_rpcs=_OTHER_CALLS,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        server.add_generic_rpc_handlers((self._health.handler,))
         address = await _started(server, self._health_address)
         log(logging.INFO, "health", address=address.target)
         try:
@@ -374,15 +437,18 @@ async def _started(
     return address if address.path is not None else addresses.Address(host=address.host, port=port)
 
 
-def _allow_files(needed: int) -> None:
-    """Let the process have so many open files, or as many as it may."""
+def _allowed_connections(wanted: int) -> int:
+    """Let the process have as many open files as `wanted` connections need; and how many of these it may have."""
+    beside = _HEALTH_CONNECTIONS + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted + beside:
+        return wanted
+    allowed = wanted + beside if hard == resource.RLIM_INFINITY else min(wanted + beside, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < needed:
-        log(logging.WARNING, "too few open files for --max-connections", allowed=allowed, needed=needed)
+    connections = max(allowed - beside, allowed // 2)
+    if connections < wanted:
+        log(logging.WARNING, "too few open files for --max-connections", open_files=allowed, connections=connections)
+    return connections
 
 
 async def serve(config: ServeConfig) -> int:

@@ -46,7 +46,7 @@ _PIECE_BYTES = 1 << 20
 # How long a stream may keep the server waiting, for its next message or until it reads its answer.
 IDLE_SECONDS = 60
 # How long after the end of its messages a client's call may be cancelled, where it is the client that has ended.
-_GONE_SECONDS = 0.05
+GONE_SECONDS = 0.05
 # A client's deadline passes before what the server has been told of it, by the time that the call was on its way.
 _CLOCK_SLACK = 0.1
 # Message contents above this size are checked and converted in a thread, so that the event loop goes on.
@@ -253,7 +253,7 @@ class TokenizerServicer:
     ) -> AsyncIterator[pb.EncodeStreamResponse]:
         """One long waveform to codes, with memory for a segment."""
         async with self._call("EncodeStream", context) as call, _unless_gone():
-            requests = _in_time(request_iterator)
+            requests = in_time(request_iterator)
             first = await anext(requests, None)
             kind = first.WhichOneof("message") if first is not None else None
             if first is None or kind != "open":
@@ -667,11 +667,11 @@ async def _unless_gone() -> AsyncIterator[None]:
         yield
     except RequestError as error:
         if error.reason is Reason.INVALID_VALUE:
-            await asyncio.sleep(_GONE_SECONDS)
+            await asyncio.sleep(GONE_SECONDS)
         raise
 
 
-async def _in_time(requests: AsyncIterator[T]) -> AsyncIterator[T]:
+async def in_time(requests: AsyncIterator[T]) -> AsyncIterator[T]:
     """The messages of a stream, of which the next one may not keep the server waiting for ever."""
     iterator = aiter(requests)
     while True:

@@ -454,34 +454,64 @@ def test_reflection_and_what_is_not_there_need_a_token(site: Site, guarded: Serv
         assert error.code() is Code.UNIMPLEMENTED
 
 
-def test_health_needs_no_token(site: Site, guarded: ServerProcess) -> None:
+def test_health_needs_a_token(site: Site, guarded: ServerProcess) -> None:
     with site.channel(guarded) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
         for metadata in ((), bearer(OTHER_TOKEN)):
-            request = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
-            assert stub.Check(request, timeout=PATIENCE, metadata=metadata).status == SERVING
-            watch = stub.Watch(request, timeout=PATIENCE, metadata=metadata)
-            assert next(watch).status == SERVING
-            watch.cancel()
+            for call in (stub.Check, stub.Watch):
+                with pytest.raises(grpc.RpcError) as refused:
+                    list(call(request, timeout=PATIENCE, metadata=metadata))
+                assert refused.value.code() is Code.UNAUTHENTICATED
+        assert stub.Check(request, timeout=PATIENCE, metadata=bearer(TOKEN)).status == SERVING
+        watch = stub.Watch(request, timeout=PATIENCE, metadata=bearer(TOKEN))
+        assert next(watch).status == SERVING
+        watch.cancel()
 
 
-def test_watches_without_end_are_in_nobodys_way(site: Site, guarded: ServerProcess) -> None:
+def test_calls_without_end_of_strangers_are_in_nobodys_way(site: Site, guarded: ServerProcess) -> None:
+    """More than there is room for, on one connection, whose requests never come."""
+    never: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with site.channel(guarded) as channel:
+        paths = [
+            "/grpc.health.v1.Health/Check",
+            f"/{SERVICE.full_name}/Encode",
+            "/grpc.reflection.v1.ServerReflection/S",
+        ]
+        for path in paths:
+            for _ in range(250):
+                call = channel.stream_stream(path)(iter(never.get, None), timeout=PATIENCE)
+                assert call.code() is Code.UNAUTHENTICATED
+                never.put(None)  # the call's thread ends
+        assert status_of(channel) is Code.OK
+
+
+def test_health_calls_without_end_are_in_nobodys_way(site: Site, guarded: ServerProcess) -> None:
     request = health_pb2.HealthCheckRequest()
+    never: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     with site.channel(guarded) as channel, contextlib.ExitStack() as stack:
         stub = health_pb2_grpc.HealthStub(channel)
-        for _ in range(128):
-            watch = stub.Watch(request, timeout=PATIENCE)
+        check = channel.stream_stream("/grpc.health.v1.Health/Check")
+        half_open = [check(iter(never.get, None), timeout=PATIENCE, metadata=bearer(TOKEN)) for _ in range(101)]
+        assert next(call for call in as_ended(half_open)).code() is Code.RESOURCE_EXHAUSTED
+        for _ in range(100):
+            watch = stub.Watch(request, timeout=PATIENCE, metadata=bearer(TOKEN))
             stack.callback(watch.cancel)
             assert next(watch).status == SERVING
         with pytest.raises(grpc.RpcError) as refused:
-            next(stub.Watch(request, timeout=PATIENCE))
+            next(stub.Watch(request, timeout=PATIENCE, metadata=bearer(TOKEN)))
         assert refused.value.code() is Code.RESOURCE_EXHAUSTED
-        assert stub.Check(request, timeout=PATIENCE).status == SERVING
         assert status_of(channel) is Code.OK
+        # Those whose request never came end by themselves.
+        codes = [call.code() for call in half_open]
+        assert codes.count(Code.DEADLINE_EXCEEDED) == 100
+        assert stub.Check(request, timeout=PATIENCE, metadata=bearer(TOKEN)).status == SERVING
+        for _ in half_open:
+            never.put(None)
         stack.close()
 
         def watched() -> bool:
-            watch = stub.Watch(request, timeout=PATIENCE)
+            watch = stub.Watch(request, timeout=PATIENCE, metadata=bearer(TOKEN))
             try:
                 return bool(next(watch).status == SERVING)
             except grpc.RpcError:
@@ -490,6 +520,39 @@ def test_watches_without_end_are_in_nobodys_way(site: Site, guarded: ServerProce
                 watch.cancel()
 
         eventually(watched)
+
+
+def as_ended(calls: list[Any]) -> Iterator[Any]:
+    """Calls, the first that has ended first."""
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for call in calls:
+        if not call.add_callback(lambda call=call: ended.put(call)):
+            ended.put(call)
+    for _ in calls:
+        yield ended.get(timeout=PATIENCE)
+
+
+def test_reflections_without_end_are_in_nobodys_way(site: Site, guarded: ServerProcess) -> None:
+    never: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with site.channel(guarded) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        begun = [
+            stub.ServerReflectionInfo(iter(never.get, None), timeout=PATIENCE, metadata=bearer(TOKEN))
+            for _ in range(17)
+        ]
+        assert next(as_ended(begun)).code() is Code.RESOURCE_EXHAUSTED
+        for call in begun:
+            call.cancel()
+            never.put(None)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+
+        def answered() -> bool:
+            try:
+                return bool(list(stub.ServerReflectionInfo(iter([request]), timeout=PATIENCE, metadata=bearer(TOKEN))))
+            except grpc.RpcError:
+                return False
+
+        eventually(answered)
 
 
 def test_tokens_change(site: Site, guarded: ServerProcess) -> None:
@@ -713,7 +776,7 @@ def test_open_files_for_the_connections(narrow: ServerProcess, ageing: ServerPro
     assert allowed(narrow) == ["532", "1000"]
     assert allowed(ageing) == ["400", "400"]
     (warning,) = [line for line in warnings(ageing) if "open files" in line]
-    assert "too few open files for --max-connections allowed=400 needed=1512" in warning
+    assert "too few open files for --max-connections open_files=400 connections=200" in warning
 
 
 # ---------------------------------------------------------------- the metrics' port
@@ -836,6 +899,16 @@ def test_text_around_certificates_may_be_in_any_language(site: Site) -> None:
         tls_cert=site.folder / "cert.pem", tls_key=site.folder / "key.pem", tls_client_ca=site.folder / "ca.pem"
     )
     assert access.certificates(config) is not None
+
+
+@pytest.mark.parametrize("name", ["tokens", "cert.pem"])
+def test_a_pipe_in_a_files_place_is_not_waited_for(site: Site, start: Callable[..., ServerProcess], name: str) -> None:
+    server = start(*site.tls, *site.token, address="127.0.0.1:0").ready()
+    assert site.status(server) is Code.OK
+    os.mkfifo(site.folder / "pipe")
+    (site.folder / "pipe").replace(site.folder / name)
+    eventually(lambda: site.status(server) is Code.OK and "is no regular file" in server.log)
+    assert server.stop() == 0
 
 
 def test_a_server_with_another_certificates_key_does_not_start(site: Site) -> None:

@@ -79,7 +79,8 @@ class OpenStream:
 # ---------------------------------------------------------------- the end
 
 
-def test_sigterm_before_the_server_is_there(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_server_is_there(start: Start, number: signal.Signals) -> None:
     """While it still imports what it needs. For a container's first process the system has no answer to a signal."""
     server = start()
 
@@ -89,7 +90,7 @@ def test_sigterm_before_the_server_is_there(start: Start) -> None:
 
     eventually(handled)
     assert server.lines == []
-    server.signal(signal.SIGTERM)
+    server.signal(number)
     assert server.wait() == 0
     assert server.lines == []
 
