@@ -147,7 +147,8 @@ class Walk:
         address = option(flags, "--address") or self.environment["MIMO_AUDIO_TOKENIZER_ADDRESS"]
         if address in self._servers:
             self.stop(address)
-        server = ServerProcess(*flags, address="", model=(), env=self.environment)
+        where = ("env", "--chdir", str(self.work))
+        server = ServerProcess(*flags, address="", model=(), env=self.environment, launcher=where)
         self._servers[address] = server
         self._flags[address] = flags
         server.ready()
