@@ -251,6 +251,17 @@ def test_the_shared_service_is_of_the_deployment() -> None:
     assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
 
 
+def test_the_policy_opens_calls_to_all_and_metrics_to_prometheus() -> None:
+    policy = SHARED["NetworkPolicy"]["spec"]
+    assert policy["podSelector"] == SHARED["Deployment"]["spec"]["selector"]
+    assert policy["policyTypes"] == ["Ingress"]
+    opened = {port["port"]: rule["from"] for rule in policy["ingress"] for port in rule["ports"]}
+    # The kubelet asks for health, which no policy keeps out.
+    assert opened.keys() == {port["name"] for port in SHARED_TOKENIZER["ports"]} - {"health"}
+    assert opened["grpc"] == [{"namespaceSelector": {}}]
+    assert opened["metrics"] != opened["grpc"]
+
+
 def test_the_shared_server_has_tls_a_token_and_connections_that_end() -> None:
     told = container(IN_SHARED, SHARED_TOKENIZER)
     secrets = {volume["name"] for volume in IN_SHARED["volumes"] if "secret" in volume}

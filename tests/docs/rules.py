@@ -1,10 +1,12 @@
 """How the documents' commands are run: a rule for each kind of them, and a place where paths and servers are real.
 
-A command that no rule knows fails, so a new one in a document asks for a rule here, or fits one and is run.
+A command that no rule knows fails, so a new one in a document asks for a rule here, or fits one. Not every rule runs
+its command: each says what it does.
 """
 
 from __future__ import annotations
 
+import configparser
 import functools
 import os
 import re
@@ -69,6 +71,7 @@ class Walk:
         self._ports: dict[str, int] = {}
         self._servers: dict[str, ServerProcess] = {}
         self._ended: list[ServerProcess] = []
+        self._flags: dict[str, list[str]] = {}
         self.work = self._root / "work"
         self.work.mkdir()
         for name in ("run", "tmp"):  # what every machine has
@@ -144,8 +147,10 @@ class Walk:
         address = option(flags, "--address") or self.environment["MIMO_AUDIO_TOKENIZER_ADDRESS"]
         if address in self._servers:
             self.stop(address)
-        server = ServerProcess(*flags, address="", model=(), env=self.environment)
+        where = ("env", "--chdir", str(self.work))
+        server = ServerProcess(*flags, address="", model=(), env=self.environment, launcher=where)
         self._servers[address] = server
+        self._flags[address] = flags
         server.ready()
 
     def stop(self, address: str) -> None:
@@ -163,6 +168,12 @@ class Walk:
                 Path(address.removeprefix("unix:").removeprefix("//")).parent.mkdir(parents=True, exist_ok=True)
             self.serve(["--model", str(self._checkpoint), "--device", "cpu", "--address", address])
         return list(self._servers)[-1].replace("0.0.0.0:", "127.0.0.1:")
+
+    def metrics(self, place: str) -> None:
+        """Have the last server serve its metrics at a place, as the sentence with `--metrics-address` has it."""
+        flags = self._flags[list(self._servers)[-1]]
+        if place not in flags:
+            self.serve([*flags, "--metrics-address", place])
 
     def file(self, name: str) -> Path:
         """A file that a command names: beside the document, or in the repository.
@@ -248,11 +259,19 @@ def _serve(walk: Walk, command: Command) -> None:
         if " is no device; " in str(error):  # else it is one that is not here
             raise Broken(str(error)) from None
     walk.give_all(words)
-    walk.serve(replaced(replaced(words, "--device", lambda _: "cpu"), "--model", walk.model))
+    if option(words, "--load-format") != "dummy":  # else it names a config, and there is no checkpoint
+        words = replaced(words, "--model", walk.model)
+    walk.serve(replaced(words, "--device", lambda _: "cpu"))
 
 
 def _in_a_shell(walk: Walk, command: Command) -> None:
     walk.run(walk.real(command.text))
+
+
+def _install(walk: Walk, command: Command) -> None:
+    words = shlex.split(walk.real(command.text), comments=True)
+    words = replaced(words, "--owner", lambda _: str(os.geteuid()))
+    walk.run(replaced(words, "--group", lambda _: str(os.getegid())))
 
 
 def _curl(walk: Walk, command: Command) -> None:
@@ -274,6 +293,7 @@ def _client(walk: Walk, command: Command) -> None:
     if words[1] == "bench":
         words += ["--duration", "1", "--warm-up", "0"]
     if words[1] == "top":
+        walk.metrics(words[2])
         words += ["--once"]
     walk.run(words, env=env)
 
@@ -412,6 +432,26 @@ def _kubectl(walk: Walk, command: Command) -> None:
     _in_a_container(walk, command, inside)
 
 
+def _unit(walk: Walk, command: Command) -> None:
+    """A unit of systemd's: what it starts is run, in the folder that it would have made."""
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[method-assign,assignment]
+    unit.read_string(command.text)
+    service = dict(unit["Service"])
+    known = {"ExecStart", "User", "Group", "RuntimeDirectory", "RuntimeDirectoryMode", "Restart", "TimeoutStopSec"}
+    if unknown := service.keys() - known:
+        raise Broken(f"no rule says what these do: {', '.join(unknown)}")
+    program, *words = shlex.split(service["ExecStart"])
+    folder = f"/run/{service['RuntimeDirectory']}"
+    if str(option(words, "--address")).removeprefix("unix://").rpartition("/")[0] != folder:
+        raise Broken(f"the socket is not in {folder}")
+    (grace,) = (one.default for one in cli.commands["serve"].params if one.name == "grace_seconds")
+    if float(service["TimeoutStopSec"]) <= float(option(words, "--grace-seconds") or str(grace)):
+        raise Broken("it is killed before its calls are done")
+    Path(walk.real(folder)).mkdir(exist_ok=True)
+    _do(walk, replace(command, text=shlex.join([Path(program).name, *words]), language="shell"))
+
+
 def _values(words: list[str], *flags: str) -> list[str]:
     """All values of a flag that may be given several times."""
     pairs = zip(words, [*words[1:], ""], strict=True)
@@ -455,6 +495,8 @@ RULES = (
     Rule("make ", _make, "what it would do: .ci/run does demo and test themselves, and others take half an hour"),
     Rule("export [A-Z]", _export, "for the commands behind it"),
     Rule("mkdir ", _in_a_shell, "for real"),
+    Rule("install --directory ", _install, "for real, but for the tests' own user and group"),
+    Rule("openssl ", _in_a_shell, "for real, as curl is: both are taken for granted where the tests run"),
     Rule("curl ", _curl, "for real; by itself it is content with an answer that says there is nothing"),
     Rule("vllm serve ", _vllm, "vLLM is in an environment of its own: tests/vllm_omni_patch/test_docs.py parses it"),
     Rule("docker compose ", _compose, "no container engine is at hand; tests/deploy runs what the file says"),
@@ -498,15 +540,16 @@ def follow(walk: Walk, commands: Iterable[Command]) -> None:
 
 def _do(walk: Walk, command: Command) -> None:
     if command.language == "python":
-        given = "import numpy as np\nwaveform = np.sin(np.arange(44_100) / 20)\n"
         code = walk.real(command.text)
-        for name, path in re.findall(r"""\b(\w+)=["']([^"']+)["']""", code):
+        for name, path in re.findall(r"""\b(\w+)["']?[=:] ?["']([^"']+)["']""", code):
             walk.give(name.replace("_", "-"), walk.work / path)
         if "TokenizerClient" in code:
             walk.server()
-        walk.run([sys.executable, "-c", given + code])
+        walk.run([sys.executable, "-c", code])
     elif command.language in ("yaml", "json"):
         yaml.safe_load(command.text)
+    elif command.language == "ini":
+        _unit(walk, command)
     elif command.language == "text":
         for line in command.text.splitlines():
             if any(re.match(rule.pattern, line) for rule in RULES):

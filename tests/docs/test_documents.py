@@ -1,4 +1,4 @@
-"""Every command of the documents is run, and what they name is there."""
+"""The documents can be followed, and what they name is there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,15 @@ def test_every_command_has_a_rule(document: Document) -> None:
 
 
 @each
-def test_every_command_is_run(document: Document, walk: Callable[[Path], Walk]) -> None:
+def test_a_document_can_be_followed(document: Document, walk: Callable[[Path], Walk]) -> None:
+    """Its commands and code are run in their order, as rules.py says.
+
+    Not run, but held against what they name: `docker` and `kubectl` (files, profiles, services, stages, arguments,
+    objects; a command within a container is run outside of it), `make` (what it would run) and `vllm serve` (the files;
+    its own tests parse the rest). `pip install` installs this checkout once, without what it requires. A checkpoint
+    is a tiny one, a GPU is the CPU, `install` gives to the tests' own user and group, and of a unit of systemd what it
+    starts is run.
+    """
     follow(walk(document.path.parent), document.commands())
 
 

@@ -14,6 +14,12 @@ COMPOSE = "services:\n  tokenizer: {image: x, profiles: [cpu]}\n"
 POD = "kind: Pod\nmetadata: {name: engine}\nspec: {volumes: [{name: x, secret: {secretName: token}}]}\n"
 DOCKERFILE = "ARG VARIANT=cpu\nFROM scratch AS server\n"
 
+UNIT = """[Service]
+ExecStart=/opt/x/bin/mimo-tokenizer serve --model /models/x --device cpu --address unix:///run/mimo/s
+User=x
+RuntimeDirectory=mimo
+TimeoutStopSec=45"""
+
 SERVE = "mimo-tokenizer serve --model /models/x --address unix:///run/s"
 
 
@@ -40,7 +46,8 @@ def fence(text: str, language: str = "") -> str:
 
 WRONG = [
     (fence("frobnicate --all"), "no rule says how it is run"),
-    (fence("assert waveform is None", "python"), "AssertionError"),
+    (fence("assert 1 is None", "python"), "AssertionError"),
+    (fence("print(waveform)", "python"), "name 'waveform' is not defined"),
     (fence("1 + 1", "ruby"), "no rule says what a block of 'ruby' is"),
     (fence("$x\nmake demo", "text").replace("$x", "so:"), "a block of text holds a command: make demo"),
     (fence(f"{SERVE} --nonsense 3"), "No such option"),
@@ -64,6 +71,12 @@ WRONG = [
     (fence("kubectl wait --for=condition=Ready pod/tokenizer"), "none of the files names tokenizer"),
     (fence("kubectl exec engine --container main -- ls"), "none of the files names main"),
     (fence("kubectl create secret generic tokn --from-file x"), "none of the files names tokn"),
+    (fence("install --directory --group audio --mode 9 /run/x"), "invalid mode"),
+    (fence("openssl rnd -hex 32 > tokens"), "exit status 1 of openssl"),
+    (fence(UNIT.replace("45", "30"), "ini"), "it is killed before its calls are done"),
+    (fence(UNIT.replace("=mimo", "=other"), "ini"), "the socket is not in /run/other"),
+    (fence(UNIT.replace("User", "Usr"), "ini"), "no rule says what these do: Usr"),
+    (fence(UNIT.replace("--model", "--modle"), "ini"), "No such option"),
     (fence("docker compose exec tokenizer frobnicate"), "no rule says how it is run: doc.md:3: frobnicate"),
 ]
 
@@ -79,16 +92,19 @@ def test_a_server_its_clients_and_code(read: Callable[[str], Walk]) -> None:
     """In the order in which they stand, with ports and paths of the reader's own."""
     served = "mkdir -p /run/a\nmimo-tokenizer serve --model org/name --device cuda:3 \\\n    --address unix:///run/a/s"
     called = "mimo-tokenizer encode speech.wav codes.npz --address unix:///run/a/s\nmimo-tokenizer info --address $A"
-    code = "import numpy as np\nassert np.load('codes.npz')['codes'].shape[0] == 20\nassert waveform.ndim == 1"
+    code = "import numpy as np\nassert np.load('codes.npz')['codes'].shape[0] == 20"
     text = (
-        fence(f"{served} --metrics-address 127.0.0.1:9100 &\nexport MIMO_AUDIO_TOKENIZER_ADDRESS=unix:///run/a/s")
+        fence("install --directory --owner x --group y --mode 2750 /run/b\nopenssl rand -hex 32 > tokens")
+        + fence(UNIT, "ini")
+        + fence(f"{served} --metrics-address 127.0.0.1:9100 &\nexport MIMO_AUDIO_TOKENIZER_ADDRESS=unix:///run/a/s")
         + fence(called.replace("$A", "unix:///run/a/s"), "bash")
         + "Also `decode codes.npz speech.flac` and `make test`, by `mimo-tokenizer serve` and `info`.\n\n"
         + fence("curl http://localhost:9100/metrics | grep -q mimo_tokenizer_ready")
         + fence(code, "python")
     )
     reader = read(text)
-    assert {"codes.npz", "speech.wav", "speech.flac"} <= {path.name for path in reader.work.iterdir()}
+    assert (reader.work.parent / "run/b").stat().st_mode & 0o7777 == 0o2750
+    assert {"codes.npz", "speech.wav", "speech.flac", "tokens"} <= {path.name for path in reader.work.iterdir()}
 
 
 def test_the_tools_of_others(read: Callable[[str], Walk]) -> None:
