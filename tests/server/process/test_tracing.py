@@ -226,6 +226,18 @@ def test_calls_that_are_refused_or_given_up(
     assert {resource["service.name"] for resource in collector.resources} == {"another"}
 
 
+def test_strangers_leave_no_spans(start: Callable[..., ServerProcess], collector: Collector, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("0123456789abcdef\n")
+    server = start("--trace", "--token-file", str(tmp_path / "tokens"), env=collector.env).ready()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = tokenizer_pb2_grpc.AudioTokenizerStub(channel)
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            stub.GetInfo(pb.GetInfoRequest(), timeout=PATIENCE)
+        stub.GetInfo(pb.GetInfoRequest(), timeout=PATIENCE, metadata=[("authorization", "Bearer 0123456789abcdef")])
+    assert server.stop() == 0
+    assert list(collector.of(SERVER)) == [("GetInfo", "OK")]
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["nobody listens", "nobody answers"])
 def test_a_collector_that_is_not_there(start: Callable[..., ServerProcess], silent: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
