@@ -59,20 +59,24 @@ class Reading:
             now: the time of day, in seconds since 1970.
 
         Raises:
-            ValueError: it is in another format.
+            ValueError: it is in another format, or a histogram's bound is no number.
         """
         values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = tuple(sorted(sample.labels.items()))
+                if sample.name.startswith(_PREFIX) and sample.name.endswith("_bucket"):
+                    float(sample.labels.get("le", ""))
+                # Not for a terminal to obey.
+                shown = {key: re.sub("[\x00-\x1f\x7f-\x9f]", "?", value) for key, value in sample.labels.items()}
+                labels = tuple(sorted(shown.items()))
                 values.setdefault(sample.name.removeprefix(_PREFIX), {})[labels] = sample.value
         started = values.get("process_start_time_seconds", {}).get((), now)
-        return cls(clock, max(0.0, now - started), values)
+        return cls(clock, max(0.0, now - started) if math.isfinite(started) else 0.0, values)
 
     def sum(self, name: str, **labels: str) -> float:
         """The sum of the values that have these labels; NaN if there is none."""
         found = [value for key, value in self.values.get(name, {}).items() if labels.items() <= dict(key).items()]
-        return math.fsum(found) if found else math.nan
+        return sum(found) if found else math.nan
 
     def by(self, name: str, label: str) -> list[str]:
         """What `label` is in the values of a name."""
@@ -283,7 +287,7 @@ def _calls(interval: Interval) -> RenderableType:
             continue
         good = {"method": method, "status": "OK"}
         table.add_row(
-            method,
+            Text(method),
             _number(interval.rate("requests_total", method=method)),
             _number(interval.rate("requests_total", method=method) - interval.rate("requests_total", **good)),
             _number(total),
@@ -310,15 +314,16 @@ def _failures(interval: Interval) -> list[RenderableType]:
 
 def _work(interval: Interval) -> RenderableType:
     now = interval.now
-    graphs = "graph_hits_total" in now.values
+    # Where none are recorded, neither is counted.
+    graphs = now.sum("graph_hits_total") + now.sum("graph_misses_total") > 0
     table = _table(
         *("device", "busy", "batches/s", "items", "frames", "sound/s", "wait p50", "p99", "compute p50", "p99"),
-        *(("graphs",) if graphs else ()),
+        *(("graphs hit",) if graphs else ()),
     )
     for kind in now.by("batch_items_count", "kind"):
         hits, misses = (interval.increase(f"graph_{name}_total", kind=kind) for name in ("hits", "misses"))
         table.add_row(
-            kind,
+            Text(kind),
             _percent(interval.rate("device_busy_seconds_total", kind=kind)),
             _number(interval.rate("batch_items_count", kind=kind)),
             _number(interval.mean("batch_items", kind=kind)),
@@ -326,7 +331,7 @@ def _work(interval: Interval) -> RenderableType:
             f"{_number(interval.rate('audio_seconds_total', kind=kind))} s",
             *(_seconds(interval.quantile(q, "queue_seconds", kind=kind)) for q in (0.5, 0.99)),
             *(_seconds(interval.quantile(q, "compute_seconds", kind=kind)) for q in (0.5, 0.99)),
-            *((f"{_percent(_ratio(hits, hits + misses))} hit",) if graphs else ()),
+            *((_percent(_ratio(hits, hits + misses)),) if graphs else ()),
         )
     return table
 
@@ -358,7 +363,7 @@ def _table(first: str, *columns: str) -> Table:
 def _number(value: float) -> str:
     if math.isnan(value):
         return "-"
-    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 or value % 1 == 0 else f"{value:.3g}"
 
 
 def _percent(value: float) -> str:

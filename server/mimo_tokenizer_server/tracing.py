@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from opentelemetry import trace
@@ -19,6 +21,7 @@ from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.util.re import parse_env_headers
 
 from .config import TracingError
 from .handlers import SERVICE
@@ -33,6 +36,10 @@ _FLUSH_SECONDS = 1.0
 _REPEAT_SECONDS = 600.0
 
 _OTLP = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+_DEFAULT_ENDPOINTS = {"otlp_proto_grpc": "http://localhost:4317", "otlp_proto_http": "http://localhost:4318"}
+
+# What is shorter is none, and stands in other words.
+_SHORTEST_SECRET = 4
 
 
 class Tracing:
@@ -50,8 +57,10 @@ class Tracing:
         logger.handlers[:] = [_Retold(logging.WARNING)]
         logger.propagate = False
         logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # and not each attempt
+        _check_headers()
         try:
-            self._exporter = _exporter()
+            name = _exporter_name()
+            self._exporter = _exporter(name)
             resource = Resource.create(
                 {
                     "service.name": "mimo-tokenizer",
@@ -65,7 +74,9 @@ class Tracing:
             if self._exporter is not None:
                 self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         except (ValueError, RuntimeError) as error:
-            raise TracingError(f"--trace: OpenTelemetry does not take its OTEL_* variables: {error}") from error
+            reason = _without_secrets(str(error))
+            raise TracingError(f"--trace: OpenTelemetry does not take its OTEL_* variables: {reason}") from None
+        log(logging.INFO, "tracing", exporter=name, **_endpoint(name))
 
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
         """Of the server; they trace the service's own methods."""
@@ -106,28 +117,18 @@ class _Fitting(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wrap the handler, if it is the service's."""
+        """Wrap the handler, if it is the service's: all of those read and write their messages themselves."""
         handler = await continuation(details)
         if handler is None or not details.method.startswith(f"/{SERVICE.full_name}/"):
             return handler
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(_without_responses(handler.stream_stream))
-        # The interceptor keeps what it is given until the call has ended: a box, not a request of 64 MiB.
-        if handler.response_streaming:
-            method = _without_responses(_unboxed(handler.unary_stream))
-            return grpc.unary_stream_rpc_method_handler(method, lambda data: [data])
-        return grpc.unary_unary_rpc_method_handler(_unboxed(handler.unary_unary), lambda data: [data])
-
-
-def _unboxed(method: Callable[[bytes, Any], Awaitable[Any]]) -> Callable[[list[bytes], Any], Awaitable[Any]]:
-    return lambda box, context: method(box.pop(), context)
+        return grpc.stream_stream_rpc_method_handler(_without_responses(handler.stream_stream))
 
 
 def _without_responses(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Any]:
     """A generator, as which the interceptor calls what answers in a stream; `method` writes its responses itself."""
 
-    async def call(request: Any, context: Any) -> Any:
-        await method(request, context)
+    async def call(requests: Any, context: Any) -> Any:
+        await method(requests, context)
         return
         yield
 
@@ -146,20 +147,66 @@ class _Retold(logging.Handler):
         now = time.monotonic()
         if now >= self._next.get(record.msg, now):
             self._next[record.msg] = now + _REPEAT_SECONDS
-            log(logging.WARNING, "tracing", says=record.getMessage())
+            log(logging.WARNING, "tracing", says=_without_secrets(record.getMessage()))
 
 
-def _exporter() -> SpanExporter | None:
-    """What OTEL_TRACES_EXPORTER names; OTLP over gRPC unless it says otherwise."""
-    name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+def _exporter(name: str) -> SpanExporter | None:
+    """The exporter of that name."""
     if name == "none":
         return None
-    if name == "otlp":
-        variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-        protocol = next(filter(None, map(os.environ.get, variables)), "grpc")
-        name = _OTLP.get(protocol, protocol)
     found = entry_points(group="opentelemetry_traces_exporter", name=name)
     if not found:
         raise TracingError(f"no exporter {name!r} is installed")
     exporter: SpanExporter = next(iter(found)).load()()
     return exporter
+
+
+def _exporter_name() -> str:
+    """What OTEL_TRACES_EXPORTER names; OTLP over gRPC unless it says otherwise."""
+    name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if name == "otlp":
+        protocol = _first("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
+        name = _OTLP.get(protocol, protocol)
+    return name
+
+
+def _endpoint(name: str) -> dict[str, str]:
+    """Where an OTLP exporter sends spans to, without what may stand before its host or behind its path."""
+    if name not in _DEFAULT_ENDPOINTS:
+        return {}
+    url = _first("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT") or _DEFAULT_ENDPOINTS[name]
+    return {"endpoint": re.sub(r"^(\w+://)?[^/]*@", r"\1", url).partition("?")[0]}
+
+
+def _first(*variables: str) -> str | None:
+    return next(filter(None, map(os.environ.get, variables)), None)
+
+
+# ---------------------------------------------------------------- secrets
+
+
+def _check_headers() -> None:
+    """Refuse headers that OpenTelemetry would leave out, or gRPC would not send, without a word of what they are."""
+    # It would tell of them, and what they are.
+    logging.getLogger("opentelemetry.util.re").disabled = True
+    for variable in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"):
+        for number, part in enumerate(os.environ.get(variable, "").split(","), 1):
+            header = next(iter(parse_env_headers(part, liberal=True).items()), ("", ""))
+            if part.strip() and not re.fullmatch(r"[0-9a-z_.-]+(?<!-bin)=[ -~]+", "=".join(header)):
+                sentence = f"header {number} of {variable} is malformed: it has to be name=value, in URL encoding"
+                raise TracingError(f"--trace: {sentence}")
+
+
+def _without_secrets(text: str) -> str:
+    """`text` without what stands in headers, or before the host of an endpoint; a collector may say it again."""
+    for variable, value in os.environ.items():
+        if re.fullmatch("OTEL_.*HEADERS", variable):
+            secret = value
+        elif re.fullmatch("OTEL_.*ENDPOINT", variable):
+            secret = re.sub("^.*//|[^@]*$", "", value)
+        else:
+            continue
+        words = re.split(r"[\s,;:=@]+", f"{secret} {unquote(secret)}")
+        for word in sorted(filter(lambda word: len(word) >= _SHORTEST_SECRET, words), key=len, reverse=True):
+            text = text.replace(word, "***")
+    return text

@@ -97,12 +97,17 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[Any] = []
         self.resources: list[dict[str, Any]] = []
+        self.headers: list[str] = []
         self._server = grpc.server(ThreadPoolExecutor(4))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.env = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"}
         self._server.start()
 
     def Export(self, request: Any, context: Any) -> Any:
+        sent = dict(context.invocation_metadata()).get("authorization")
+        if sent is not None:
+            self.headers.append(sent)
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"nobody knows {sent!r}")
         for part in request.resource_spans:
             self.resources.append(plain(part.resource.attributes))
             self.spans += [span for scope in part.scope_spans for span in scope.spans]
@@ -148,6 +153,9 @@ def test_one_trace_from_the_caller_to_the_server(start: Callable[..., ServerProc
     assert run_command("health", "--address", server.address).returncode == 0
     assert server.stop() == 0
     assert server.complaints() == []
+    (told,) = [line for line in server.lines if " tracing " in line]
+    where = collector.env["OTEL_EXPORTER_OTLP_ENDPOINT"]
+    assert re.search(f" INFO +tracing exporter=otlp_proto_grpc endpoint={where}$", told)
     clients, servers = collector.of(CLIENT), collector.of(SERVER)
     counts = {("GetInfo", "OK"): 2, ("Encode", "OK"): 1, ("Decode", "OK"): 1, ("Decode", "INVALID_ARGUMENT"): 1}
     counts |= {("EncodeStream", "OK"): 2, ("DecodeLong", "OK"): 2}
@@ -218,6 +226,18 @@ def test_calls_that_are_refused_or_given_up(
     assert {resource["service.name"] for resource in collector.resources} == {"another"}
 
 
+def test_strangers_leave_no_spans(start: Callable[..., ServerProcess], collector: Collector, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("0123456789abcdef\n")
+    server = start("--trace", "--token-file", str(tmp_path / "tokens"), env=collector.env).ready()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = tokenizer_pb2_grpc.AudioTokenizerStub(channel)
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            stub.GetInfo(pb.GetInfoRequest(), timeout=PATIENCE)
+        stub.GetInfo(pb.GetInfoRequest(), timeout=PATIENCE, metadata=[("authorization", "Bearer 0123456789abcdef")])
+    assert server.stop() == 0
+    assert list(collector.of(SERVER)) == [("GetInfo", "OK")]
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["nobody listens", "nobody answers"])
 def test_a_collector_that_is_not_there(start: Callable[..., ServerProcess], silent: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -235,7 +255,7 @@ def test_a_collector_that_is_not_there(start: Callable[..., ServerProcess], sile
             for _ in range(100):
                 client.decode_vq(random_codes(1))
             if not silent:
-                server.wait_for(" tracing ")
+                server.wait_for("WARNING tracing ")
                 for _ in range(100):
                     client.decode_vq(random_codes(1))
         server.signal(signal.SIGTERM)
@@ -269,6 +289,67 @@ def test_without_the_extra(tmp_path: Path) -> None:
 def test_settings_that_opentelemetry_does_not_take(variable: str, value: str) -> None:
     done = run_command("serve", *TINY, "--trace", env={variable: value})
     assert_one_sentence(done, "OTEL_", value)
+
+
+SECRET = "SECRETSECRET"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "number"),
+    [
+        ("OTEL_EXPORTER_OTLP_HEADERS", f"authorization: Bearer {SECRET}", 1),
+        ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", f"a=b,,authorization=Bearer%0A{SECRET}", 3),
+        ("OTEL_EXPORTER_OTLP_HEADERS", f"{SECRET}'s=b", 1),  # of which gRPC itself would tell
+        ("OTEL_EXPORTER_OTLP_HEADERS", f'a="{SECRET}"', 1),
+    ],
+)
+def test_headers_that_are_malformed(variable: str, value: str, number: int) -> None:
+    done = run_command("serve", *TINY, "--trace", env={variable: value})
+    assert_one_sentence(done, f"header {number} of {variable} is malformed")
+    assert SECRET not in done.stderr.upper()
+
+
+def test_headers_are_told_to_the_collector_alone(start: Callable[..., ServerProcess], collector: Collector) -> None:
+    """Not even when it says them itself, or another variable has what was meant for them."""
+    headers = {"OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{SECRET}, x=y", "OTEL_BSP_SCHEDULE_DELAY": "10"}
+    server = start("--trace", env=collector.env | headers).ready()
+    with TokenizerClient(server.address) as client:
+        client.decode_vq(random_codes(1))
+    assert "UNAUTHENTICATED" in server.wait_for("WARNING tracing ")
+    assert server.stop() == 0
+    assert set(collector.headers) == {f"Bearer {SECRET}"}
+    assert SECRET not in server.log
+    done = run_command("serve", *TINY, "--trace", env=headers | {"OTEL_EXPORTER_OTLP_TIMEOUT": f"Bearer {SECRET}"})
+    assert_one_sentence(done, "OTEL_", "float", "***")
+    assert SECRET not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "where"),
+    [
+        ({}, ("otlp_proto_grpc", "http://localhost:4317")),
+        ({"EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, ("otlp_proto_http", "http://localhost:4318")),
+        ({"EXPORTER_OTLP_ENDPOINT": "here:1"}, ("otlp_proto_grpc", "here:1")),
+        (
+            {
+                "EXPORTER_OTLP_ENDPOINT": "here:1",
+                "EXPORTER_OTLP_TRACES_ENDPOINT": f"https://me:{SECRET}@a:1/b?c={SECRET}",
+            },
+            ("otlp_proto_grpc", "https://a:1/b"),
+        ),
+        ({"EXPORTER_OTLP_ENDPOINT": f"{SECRET}@here:1"}, ("otlp_proto_grpc", "here:1")),
+        ({"TRACES_EXPORTER": "console", "EXPORTER_OTLP_ENDPOINT": "here:1"}, ("console", None)),
+    ],
+)
+def test_where_spans_go(
+    variables: dict[str, str], where: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"OTEL_{name}", value)
+    name = tracing._exporter_name()
+    assert (name, tracing._endpoint(name).get("endpoint")) == where
+    told = tracing._without_secrets(f"Failed to export traces to me:{SECRET}@a:1")
+    assert (SECRET in told) == (SECRET not in str(variables))
 
 
 def test_what_opentelemetry_repeats_is_told_once() -> None:

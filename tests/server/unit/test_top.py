@@ -130,6 +130,12 @@ def test_a_restart_that_only_the_counters_tell_of() -> None:
     assert interval.increase("b_total") == 5
 
 
+def drawn(interval: Interval) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(view(interval, "http://h:1/metrics"))
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 def test_the_view_of_a_server_of_another_version(loaded: bool) -> None:
     """Metrics that it lacks are dashes; those of CUDA graphs are shown where they are."""
@@ -138,12 +144,48 @@ def test_the_view_of_a_server_of_another_version(loaded: bool) -> None:
         text += 'mimo_tokenizer_model_info{model="[bold]m",device="cuda:1"} 1\n'
         text += 'mimo_tokenizer_batch_items_count{kind="decode"} 8\n'
         text += 'mimo_tokenizer_graph_hits_total{kind="decode"} 6\nmimo_tokenizer_graph_misses_total{kind="decode"} 2\n'
-    out = io.StringIO()
-    Console(file=out, width=120).print(view(Interval.between(None, Reading.parse(text, 0, 0)), "http://h:1/metrics"))
-    shown = out.getvalue()
+    else:
+        text += 'mimo_tokenizer_batch_items_count{kind="decode"} 8\n'
+        text += 'mimo_tokenizer_graph_hits_total{kind="decode"} 0\nmimo_tokenizer_graph_misses_total{kind="decode"} 0\n'
+    shown = drawn(Interval.between(None, Reading.parse(text, 0, 0)))
     assert "queue 3 of - frames" in shown
     assert ("[bold]m on cuda:1 (?)" in shown) == loaded
-    assert ("75% hit" in shown) == loaded
+    assert ("graphs hit" in shown) == loaded
+    assert (" 75%" in shown) == loaded
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308", "-1e308", "-0.5"])
+@pytest.mark.parametrize("label", ["[/x]", "[bold", "\x1b[2J", ":smile:"])
+def test_the_view_of_a_server_that_says_strange_things(value: str, label: str) -> None:
+    names = ("requests_total", "requests_in_progress", "batch_items_sum", "batch_items_count", "audio_seconds_total")
+    text = "".join(
+        f'mimo_tokenizer_{name}{{method="{label}",kind="{label}",status="{status}"}} {value}\n'
+        for name in (*names, "graph_hits_total", "graph_misses_total", "device_busy_seconds_total")
+        for status in ("OK", label)
+    )
+    for name in ("request_duration_seconds", "queue_seconds"):
+        for le in ("1", "nan", "+Inf"):
+            text += f'mimo_tokenizer_{name}_bucket{{method="{label}",kind="{label}",le="{le}"}} {value}\n'
+    for name in ("ready", "queue_frames", "queue_limit_frames", "device_memory_bytes", "device_memory_limit_bytes"):
+        text += f"mimo_tokenizer_{name} {value}\n"
+    text += f"process_start_time_seconds {value}\nprocess_resident_memory_bytes {value}\n"
+    # Both infinities in one sum, too.
+    text += 'mimo_tokenizer_queue_frames{a="b"} -Inf\n'
+    text += f'mimo_tokenizer_model_info{{model="{label}"}} 1\n'
+    first, second = (Reading.parse(text, clock, clock) for clock in (1, 2))
+    for before in (None, first):
+        shown = drawn(Interval(before, second))
+        lines = shown.splitlines()
+        name = label.replace("\x1b", "?")
+        assert [line.split()[0] for line in lines if line.startswith(name)][:2] in ([name], [name, name])
+        assert f"{name} on ? (?)" in shown
+        assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("labels", ['{le="many"}', '{le=""}', ""])
+def test_a_histogram_without_bounds_is_refused(labels: str) -> None:
+    with pytest.raises(ValueError, match="could not convert"):
+        Reading.parse(f"mimo_tokenizer_queue_seconds_bucket{labels} 1\n", 0, 0)
 
 
 @pytest.mark.parametrize(
