@@ -445,7 +445,7 @@ def _allowed_connections(wanted: int) -> int:
         return wanted
     allowed = wanted + beside if hard == resource.RLIM_INFINITY else min(wanted + beside, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    connections = max(allowed - beside, allowed // 2)
+    connections = min(wanted, max(allowed - beside, allowed // 2))
     if connections < wanted:
         log(logging.WARNING, "too few open files for --max-connections", open_files=allowed, connections=connections)
     return connections
