@@ -76,10 +76,17 @@ class Site:
         self.restore()
 
     def restore(self) -> None:
-        """Put everything back as it was at the start."""
-        self.put_pair(self.server)
-        put(self.folder / "ca.pem", self.client_ca.cert_pem.bytes())
-        put(self.folder / "tokens", f"# of the tests\n\n{TOKEN}\n")
+        """Put back what is not as it was at the start: a file that is written anew has changed for a server."""
+        first = {
+            "cert.pem": self.server.chain,
+            "key.pem": self.server.key,
+            "ca.pem": self.client_ca.cert_pem.bytes(),
+            "tokens": f"# of the tests\n\n{TOKEN}\n".encode(),
+        }
+        for name, data in first.items():
+            path = self.folder / name
+            if not path.is_file() or path.read_bytes() != data:
+                put(path, data)
 
     def restored(self, server: ServerProcess) -> None:
         """Put everything back, and wait for the server to use it."""
@@ -276,9 +283,15 @@ def test_sessions_end(site: Site, start: Callable[..., ServerProcess], version: 
             session = session or connection.session
             return bool(connection.session_reused)
 
-    assert not resumed()
+    def ended() -> bool:
+        try:
+            return not resumed()
+        except OSError:  # between two listeners
+            return False
+
+    eventually(ended)
     assert session is not None
-    eventually(lambda: not resumed())
+    eventually(ended)
 
 
 def test_handshakes_at_a_time_while_certificates_change(site: Site, start: Callable[..., ServerProcess]) -> None:
@@ -306,7 +319,7 @@ def test_handshakes_at_a_time_while_certificates_change(site: Site, start: Calla
             eventually(lambda number=number: server.log.count("certificates read anew") == number)
         done.set()
         assert sum(count.result() for count in counts) > 100
-    assert site.status(server) is Code.OK
+    eventually(lambda: site.status(server) is Code.OK)
     assert server.stop() == 0, server.log
     assert server.complaints() == []
 
