@@ -95,8 +95,8 @@ class _Health:
     """`grpc.health.v1` of a process whose services have one status.
 
     Unlike grpcio-health-checking's servicer it ends the watches when the server drains: they never end of themselves,
-    and the server would wait for them until its grace is over. And it waits for no request for long, nor for many: a
-    probe has no token, so anybody may ask.
+    and the server would wait for them until its grace is over. And it waits for no request for long, nor for many: at
+    the health address anybody may ask.
     """
 
     def __init__(self) -> None:
